@@ -4,7 +4,7 @@ use super::Here;
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, digits, plain};
-use crate::signal::parse::text::{Bounded, Text};
+use crate::signal::parse::text::Text;
 use crate::signal::parse::time;
 
 /// `x-amzn-ratelimit-limit: 0.0167`
@@ -26,17 +26,22 @@ fn per_second(rate: Number) -> Option<ObservedQuota> {
 }
 
 /// `b=per_hour;q=10;r=9;t=774,b=per_day;q=100;r=99;t=22374`
-pub(super) fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
-    for item in here.items() {
-        let head = split(item, ';').next().filter(|head| !head.contains('='));
-        let bucket = parameter(item, "b").or(head).unwrap_or_default();
-        let colon = if bucket.is_empty() { "" } else { ":" };
-        let draft = ObservedQuota {
-            name: Text::boxed(&[owner, colon, bucket].concat()),
-            window: time::period_of(bucket),
-            ..ObservedQuota::default()
+pub(super) fn auth0(here: &Here<'_, '_>, quotas: &mut Drafts) {
+    for (header, value) in here.all() {
+        let owner = match header.contains("client") {
+            true => "client",
+            false => "organization",
         };
-        quotas.extend(here.quota(draft, ["q", "r", "t"].map(|key| parameter(item, key))));
+        for item in split(value, ',') {
+            let head = split(item, ';').next().filter(|head| !head.contains('='));
+            let bucket = parameter(item, "b").or(head).unwrap_or_default();
+            let colon = if bucket.is_empty() { "" } else { ":" };
+            let quota = ObservedQuota {
+                window: time::period_of(bucket),
+                ..ObservedQuota::named(&[owner, colon, bucket].concat())
+            };
+            quotas.extend(here.quota(quota, ["q", "r", "t"].map(|key| parameter(item, key))));
+        }
     }
 }
 
@@ -62,29 +67,37 @@ fn period_at_end(name: &str) -> Option<u64> {
 }
 
 /// `x-mbx-used-weight-1m: 70`; the older form has no window.
-pub(super) fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut Drafts) {
-    let start = here.row.headers[0].len() - 1;
-    let mut plain = None;
-    let mut seen = Bounded::<&str, 16>::new();
-    for (header, value) in here.all() {
-        let draft = ObservedQuota {
-            unit: Text::boxed(unit),
-            used: Count::read(value).and_then(Count::known),
-            ..ObservedQuota::named(name)
+pub(super) fn binance(here: &Here<'_, '_>, quotas: &mut Drafts) {
+    for header in here.row.headers {
+        let start = header.trim_end_matches('*');
+        let name = start
+            .trim_start_matches("x-mbx-")
+            .trim_start_matches("x-sapi-used-");
+        let unit = match name.ends_with("weight") {
+            true => "weight",
+            false => "orders",
         };
-        match header[start..].strip_prefix('-') {
-            None if header.len() == start => plain = plain.or(Some(draft)),
-            None => {}
-            Some(suffix) => {
-                let window = time::period(suffix).filter(|_| is_short(suffix));
-                if window.is_some() && !seen.contains(&suffix) {
-                    seen.push(suffix);
-                    quotas.push(ObservedQuota { window, ..draft });
-                }
+        let (mut plain, mut has_window) = (None, false);
+        for line in here.lines.iter() {
+            let Some(suffix) = line.name.strip_prefix(start) else {
+                continue;
+            };
+            let window = suffix.strip_prefix('-').filter(|suffix| is_short(suffix));
+            let quota = ObservedQuota {
+                unit: Some(unit.into()),
+                used: Count::read(line.value).and_then(Count::known),
+                window: window.and_then(time::period),
+                ..ObservedQuota::named(name)
+            };
+            if quota.window.is_some() {
+                has_window = true;
+                quotas.push(quota);
+            } else if suffix.is_empty() {
+                plain = plain.or(Some(quota));
             }
         }
+        quotas.extend(plain.filter(|_| !has_window));
     }
-    quotas.extend(plain.filter(|_| seen.is_empty()));
 }
 
 /// `10s`

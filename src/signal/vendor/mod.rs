@@ -72,22 +72,15 @@ pub(super) const ROWS: &[Row] = &[
     },
     Row {
         sender: "Auth0",
-        headers: &["x-quota-client-limit", "auth0-quota-client-limit"],
-        form: Own("`b=per_hour;q=10;r=9;t=774, …`", |here, quotas| {
-            forms::auth0(here, "client", quotas)
-        }),
-    },
-    Row {
-        sender: "Auth0",
         headers: &[
+            "x-quota-client-limit",
+            "auth0-quota-client-limit",
             "x-quota-organization-limit",
             "x-quota-organisation-limit",
             "auth0-quota-organization-limit",
             "auth0-quota-organisation-limit",
         ],
-        form: Own("`b=per_hour;q=10;r=9;t=774, …`", |here, quotas| {
-            forms::auth0(here, "organization", quotas)
-        }),
+        form: Own("`b=per_hour;q=10;r=9;t=774, …`", forms::auth0),
     },
     Row {
         sender: "Azure Resource Manager",
@@ -96,31 +89,16 @@ pub(super) const ROWS: &[Row] = &[
     },
     Row {
         sender: "Binance",
-        headers: &["x-mbx-used-weight*"],
-        form: Own("used weight; a window from `-1m`", |here, quotas| {
-            forms::binance(here, "used-weight", "weight", quotas)
-        }),
-    },
-    Row {
-        sender: "Binance",
-        headers: &["x-mbx-order-count*"],
-        form: Own("orders; a window from `-10s`", |here, quotas| {
-            forms::binance(here, "order-count", "orders", quotas)
-        }),
-    },
-    Row {
-        sender: "Binance",
-        headers: &["x-sapi-used-ip-weight*"],
-        form: Own("used weight; a window from `-1m`", |here, quotas| {
-            forms::binance(here, "ip-weight", "weight", quotas)
-        }),
-    },
-    Row {
-        sender: "Binance",
-        headers: &["x-sapi-used-uid-weight*"],
-        form: Own("used weight; a window from `-1m`", |here, quotas| {
-            forms::binance(here, "uid-weight", "weight", quotas)
-        }),
+        headers: &[
+            "x-mbx-used-weight*",
+            "x-mbx-order-count*",
+            "x-sapi-used-ip-weight*",
+            "x-sapi-used-uid-weight*",
+        ],
+        form: Own(
+            "used weight, or orders; a window from `-1m`",
+            forms::binance,
+        ),
     },
     Row {
         sender: "Bybit",
