@@ -17,15 +17,13 @@ pub(super) type Entries<'a> = Bounded<GroupEntry<'a>, { Lines::MOST }>;
 pub(super) const NAMES: [&str; 5] = ["name", "resource", "bucket", "group", "category"];
 
 /// Sorts the lines into the generic families and the rows of the table.
-pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::Present {
-    let mut present = vendor::Present::default();
+pub(super) fn sort<'a>(lines: &Lines<'a>) -> Entries<'a> {
+    let mut entries = Entries::new();
     for line in lines.iter() {
-        let header = Header::read(line.name);
-        let is_vendors = !header.is_some_and(|header| Family::SYNONYMS.contains(&header.family));
-        if is_vendors && present.mark(line.name) {
+        if vendor::has(line.name) || ratelimit::is_ours(line.name) {
             continue;
         }
-        let Some(header) = header.filter(|_| !ratelimit::is_ours(line.name)) else {
+        let Some(header) = Header::read(line.name) else {
             continue;
         };
         let mut add = |header: Header<'a>, value| {
@@ -47,8 +45,8 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
             add(header, line.value);
         }
     }
-    join(entries);
-    present
+    join(&mut entries);
+    entries
 }
 
 /// Joins two groups of a family that describe one quota: one without a name, and one that only
@@ -85,13 +83,7 @@ fn join(entries: &mut Entries<'_>) {
 }
 
 /// Adds all quotas that the lines state.
-pub(super) fn read(
-    lines: &Lines<'_>,
-    entries: &Entries<'_>,
-    present: vendor::Present,
-    base: &Base,
-    quotas: &mut Drafts,
-) {
+pub(super) fn read(lines: &Lines<'_>, entries: &Entries<'_>, base: &Base, quotas: &mut Drafts) {
     let mut fields = ratelimit::read(lines, base, quotas);
     same_bucket(lines, entries, &mut fields, base, quotas);
     for (place, entry) in entries.iter().enumerate() {
@@ -123,7 +115,7 @@ pub(super) fn read(
             }
         }
     }
-    vendor::read(lines, present, base, quotas);
+    vendor::read(lines, base, quotas);
 }
 
 /// Returns whether a name without `ratelimit` speaks of requests or of a limit.

@@ -40,19 +40,17 @@ pub(super) fn signal(
             lines.add(Line { name, value });
         }
     }
-    let mut entries = combine::Entries::new();
-    let present = combine::sort(&lines, &mut entries);
-
+    let entries = combine::sort(&lines);
     let hint = retry_after::read(&lines, &entries, &base);
     let mut quotas = Drafts::new();
     if !headers.is_some_and(is_cached) {
-        combine::read(&lines, &entries, present, &base, &mut quotas);
+        combine::read(&lines, &entries, &base, &mut quotas);
     }
     let mut said = body.map_or_else(Said::default, |body| {
         body::read(body, status, &lines, &base, &mut quotas)
     });
     let code = lines.first(refusal::ERROR_TYPE);
-    said.code |= code.is_some_and(|code| refusal::is_code(code));
+    said.code |= code.is_some_and(refusal::is_code);
     quotas.keep(ObservedQuota::finish);
     let limited =
         status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));

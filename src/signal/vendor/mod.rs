@@ -205,30 +205,18 @@ pub(super) const ROWS: &[Row] = &[
     },
 ];
 
-/// The rows that have lines: one bit for each.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Present(u64);
-
-const _: () = assert!(ROWS.len() <= 64, "a bit for each row");
-
-impl Present {
-    /// Marks the row of a header. Returns whether there is one.
-    pub(super) fn mark(&mut self, name: &str) -> bool {
-        let row = ROWS
-            .iter()
-            .position(|row| row.headers.iter().any(|header| is(header, name)));
-        self.0 |= row.map_or(0, |row| 1 << row);
-        row.is_some()
-    }
+/// Returns whether a row has the header.
+pub(super) fn has(name: &str) -> bool {
+    ROWS.iter().any(|row| row.has(name))
 }
 
 /// Reads the rows that have lines.
-pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mut Drafts) {
-    for (place, row) in ROWS.iter().enumerate() {
-        if present.0 & 1 << place == 0 {
+pub(super) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) {
+    for row in ROWS {
+        let here = Here { row, lines, base };
+        if here.first().is_none() {
             continue;
         }
-        let here = Here { row, lines, base };
         match &row.form {
             Fields(name, window, fields) => quotas.extend(here.fields(name, *window, fields)),
             Own(_, read) => read(&here, quotas),
@@ -236,22 +224,22 @@ pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mu
     }
 }
 
-/// Returns whether the name matches the header, or starts with its prefix.
-fn is(header: &str, name: &str) -> bool {
-    header
-        .strip_suffix('*')
-        .map_or(header == name, |start| name.starts_with(start))
+impl Row {
+    fn has(&self, name: &str) -> bool {
+        let is_it = |header: &&str| match header.strip_suffix('*') {
+            Some(start) => name.starts_with(start),
+            None => *header == name,
+        };
+        self.headers.iter().any(is_it)
+    }
 }
 
 impl<'a> Here<'_, 'a> {
     /// Returns the lines of this row: names and values.
     fn all(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
-        let headers = self.row.headers;
-        let ours = move |name: &str| headers.iter().any(|header| is(header, name));
-        self.lines
-            .iter()
-            .filter(move |line| ours(line.name))
-            .map(|line| (line.name, line.value))
+        let row = self.row;
+        let ours = self.lines.iter().filter(|line| row.has(line.name));
+        ours.map(|line| (line.name, line.value))
     }
 
     /// Returns the value of the first line of this row.
