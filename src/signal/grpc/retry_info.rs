@@ -18,7 +18,7 @@ const RETRY_INFO: &[u8] = b"google.rpc.RetryInfo";
 /// Returns the wait in the details of `status`: the longest, if there are several. A negative wait is
 /// none.
 pub(super) fn wait(status: &[u8]) -> Option<Duration> {
-    let details = Fields(status).filter(|field| field.tag == bytes(3));
+    let details = WireFields(status).filter(|field| field.tag == bytes(3));
     details.filter_map(|detail| of_detail(detail.bytes)).max()
 }
 
@@ -49,13 +49,13 @@ fn varint(number: u64) -> u64 {
 }
 
 /// Returns the last field with this tag.
-fn last(message: &[u8], tag: u64) -> Option<Field<'_>> {
-    Fields(message).filter(|field| field.tag == tag).last()
+fn last(message: &[u8], tag: u64) -> Option<WireField<'_>> {
+    WireFields(message).filter(|field| field.tag == tag).last()
 }
 
 /// A field of a message.
 #[derive(Default)]
-struct Field<'a> {
+struct WireField<'a> {
     /// The number of the field and the type of its value.
     tag: u64,
     /// The value of a varint. 0 for other types.
@@ -65,9 +65,9 @@ struct Field<'a> {
 }
 
 /// The fields of a message, up to the first malformed one.
-struct Fields<'a>(&'a [u8]);
+struct WireFields<'a>(&'a [u8]);
 
-impl<'a> Fields<'a> {
+impl<'a> WireFields<'a> {
     fn varint(&mut self) -> Option<u64> {
         let mut value = 0;
         for shift in (0..64).step_by(7) {
@@ -87,14 +87,14 @@ impl<'a> Fields<'a> {
     }
 }
 
-impl<'a> Iterator for Fields<'a> {
-    type Item = Field<'a>;
+impl<'a> Iterator for WireFields<'a> {
+    type Item = WireField<'a>;
 
-    fn next(&mut self) -> Option<Field<'a>> {
+    fn next(&mut self) -> Option<WireField<'a>> {
         let tag = self.varint()?;
-        let mut field = Field {
+        let mut field = WireField {
             tag,
-            ..Field::default()
+            ..WireField::default()
         };
         match tag & 7 {
             0 => field.varint = self.varint()?,
