@@ -111,11 +111,6 @@ impl Key {
         self.and("tollgate kind").and(kind.as_flattened())
     }
 
-    /// Returns a part of the key, to compare it with others.
-    pub(crate) fn low_bits(self) -> u64 {
-        self.low
-    }
-
     /// Returns the number of a class of requests: the same in all processes, and not 0.
     pub(crate) fn number_of_class(class: &str) -> u32 {
         let hash = Key::new("tollgate class").and(class).low;

@@ -8,7 +8,7 @@ use metrics::{Key, Label, SharedString};
 
 use super::names;
 use crate::quota::Limit;
-use crate::stats::{KeySeries, Requests, Stats, WithKeys};
+use crate::stats::{Counted, KeySeries, Stats, WithKeys};
 #[cfg(feature = "redis")]
 use crate::store::StoreStats;
 
@@ -30,9 +30,13 @@ pub(super) struct Series {
 impl Series {
     /// Adds the counts of a gate to those of the other gates with its name.
     pub(super) fn add_counters(&mut self, (stats, keys): &WithKeys) {
+        let all = Counted {
+            requests: stats.requests,
+            units: stats.units,
+        };
         match keys {
-            None => self.add_requests(stats, None, &stats.requests, stats.units),
-            Some(keys) => self.add_requests_of_keys(stats, keys),
+            None => self.add_requests(stats, None, &all),
+            Some(keys) => self.add_requests_of_keys(stats, all, keys),
         }
         let mut add = |name, labels: &[(&'static str, SharedString)], count: u64| {
             if count > 0 {
@@ -69,34 +73,26 @@ impl Series {
     }
 
     /// Adds what a gate has counted by key. What its keys with series have not counted is `other`.
-    fn add_requests_of_keys(&mut self, stats: &Stats, keys: &[KeySeries]) {
-        let (mut others, mut units) = (stats.requests, stats.units);
+    fn add_requests_of_keys(&mut self, stats: &Stats, mut others: Counted, keys: &[KeySeries]) {
         for key in keys {
-            self.add_requests(stats, Some(&key.name), &key.requests, key.units);
-            others.merge(&key.requests, u64::saturating_sub);
-            units = units.saturating_sub(key.units);
+            self.add_requests(stats, Some(&key.name), &key.counted);
+            others.merge(&key.counted, u64::saturating_sub);
         }
-        self.add_requests(stats, Some("other"), &others, units);
+        self.add_requests(stats, Some("other"), &others);
     }
 
-    fn add_requests(
-        &mut self,
-        stats: &Stats,
-        of_key: Option<&str>,
-        requests: &Requests,
-        units: u64,
-    ) {
+    fn add_requests(&mut self, stats: &Stats, of_key: Option<&str>, counted: &Counted) {
         let mut add = |name, label: (&'static str, SharedString), count: u64| {
             let of_key = of_key.map(|of_key| ("key", SharedString::from(of_key.to_owned())));
             let labels: Vec<_> = of_key.into_iter().chain([label]).collect();
             *self.counters.entry(key(name, stats, &labels)).or_default() += count;
         };
         // Also outcomes that no request had yet: the first one is then an increase, which alerts see.
-        for (outcome, count) in requests.by_outcome() {
+        for (outcome, count) in counted.requests.by_outcome() {
             add(names::REQUESTS, ("outcome", outcome.into()), count);
         }
-        if units > 0 {
-            add(names::UNITS, ("unit", stats.unit.into()), units);
+        if counted.units > 0 {
+            add(names::UNITS, ("unit", stats.unit.into()), counted.units);
         }
     }
 

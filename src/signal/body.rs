@@ -4,11 +4,12 @@
 //! of S3's XML, too.
 
 use http::StatusCode;
+use json_event_parser::JsonEvent;
 
-use super::draft::{Draft, Drafts};
 use super::generic::lines::{Lines, may_matter};
 use super::generic::words;
-use super::parse::json::{Node, Str, Value, visit};
+use super::observed::{Drafts, ObservedQuota};
+use super::parse::json::{Node, visit};
 use super::parse::number::{Count, Number};
 use super::parse::text::{Bounded, Text};
 use super::parse::time::{Base, unit_of_name};
@@ -101,11 +102,10 @@ pub(super) fn read(
         reader.said.code |=
             reader.meta && (reader.trace || META.iter().any(|name| lines.has(name)));
         reader.said.code |= reader.refused && reader.failed;
-        quotas.extend(reader.quotas.iter().copied());
+        quotas.extend(std::mem::take(&mut reader.quotas));
     } else if status >= 400 {
         reader.said.phrase = reader.message(text.unwrap_or_default());
-        reader.said.code =
-            element(body).is_some_and(|code| is_code(code.iter().map(|byte| char::from(*byte))));
+        reader.said.code = element(text.unwrap_or_default()).is_some_and(is_code);
     }
     Said {
         wait: reader.said.wait.or(reader.retry),
@@ -116,23 +116,22 @@ pub(super) fn read(
 /// Returns the headers that a body repeats, as the members of an object `headers`: the names in lower
 /// case, and the values.
 pub(super) fn repeated(body: &[u8]) -> Bounded<(Text, &str), 16> {
-    const KEY: &[u8] = b"\"headers\"";
     let mut lines = Bounded::new();
-    if !body.windows(KEY.len()).any(|window| window == KEY) {
+    let text = std::str::from_utf8(body).unwrap_or_default();
+    if !text.contains("\"headers\"") {
         return lines;
     }
     let mut inside = None;
-    let text = std::str::from_utf8(body).unwrap_or_default();
-    visit(text, |Node { depth, key, value }| {
-        inside = inside.filter(|outer| depth > *outer);
-        if matches!(value, Value::Object) && key.is_some_and(|key| key.is("headers")) {
-            inside = Some(depth);
+    visit(text, |node| {
+        inside = inside.filter(|outer| node.depth > *outer);
+        if node.value == JsonEvent::StartObject && node.key.as_deref() == Some("headers") {
+            inside = Some(node.depth);
         }
-        let name = key.filter(|_| inside.is_some()).and_then(Str::plain);
+        let name = node.plain_key().filter(|_| inside.is_some());
         let name = name
             .filter(|name| name.len() <= Text::LONGEST)
             .map(Text::lower);
-        if let (Some(name), Some(value)) = (name, value.plain())
+        if let (Some(name), Some(value)) = (name, node.plain_value())
             && may_matter(name.as_str())
         {
             lines.push((name, value));
@@ -143,25 +142,26 @@ pub(super) fn repeated(body: &[u8]) -> Bounded<(Text, &str), 16> {
 
 /// A container around a value.
 #[derive(Clone, Copy, Debug, Default)]
-struct Around<'a> {
+struct Around {
     array: bool,
-    key: Option<Str<'a>>,
+    /// Its plain key; that of the array around it if it has none.
+    key: Text,
     /// Whether it is, or is in, what the body calls an error.
     error: bool,
 }
 
 #[derive(Default)]
-struct BodyReader<'a> {
+struct BodyReader {
     status: u16,
     base: Base,
     said: Said,
     /// The containers around the value, from the root on.
-    around: [Around<'a>; DEEPEST + 2],
+    around: [Around; DEEPEST + 2],
     /// The longest wait that a message names in words, in milliseconds.
     retry: Option<u64>,
     messages: usize,
     /// The quotas that are exceeded.
-    quotas: Bounded<Draft, 4>,
+    quotas: Bounded<ObservedQuota, 4>,
     /// Whether `error.code` is one of Meta's codes, and `error` has `fbtrace_id`.
     meta: bool,
     trace: bool,
@@ -171,22 +171,25 @@ struct BodyReader<'a> {
     failed: bool,
 }
 
-impl<'a> BodyReader<'a> {
-    fn node(&mut self, node: Node<'a>) {
+impl BodyReader {
+    fn node(&mut self, node: Node<'_>) {
         let Node { depth, key, value } = node;
         if depth > DEEPEST + 1 {
             return;
         }
         let parent = depth.checked_sub(1).map(|place| self.around[place]);
-        // An item of an array has the key of the array.
-        let list = parent.filter(|parent| parent.array);
-        let known = key.or_else(|| list?.key);
-        let is_called_error = (1..=2).contains(&depth) && known.is_some_and(is_error_key);
+        let plain = match &key {
+            Some(key) => plain_key(key),
+            None => parent
+                .filter(|parent| parent.array)
+                .map_or(Text::EMPTY, |list| list.key),
+        };
+        let is_called_error = (1..=2).contains(&depth) && plain.as_str().starts_with("err");
         let in_error = is_called_error || parent.is_some_and(|parent| parent.error);
-        if let Value::Object | Value::Array = value {
+        if let JsonEvent::StartObject | JsonEvent::StartArray = value {
             self.around[depth] = Around {
-                array: matches!(value, Value::Array),
-                key: known,
+                array: value == JsonEvent::StartArray,
+                key: plain,
                 error: in_error,
             };
         }
@@ -194,21 +197,21 @@ impl<'a> BodyReader<'a> {
         if !is_error && !in_error && depth > 2 {
             return;
         }
-        let plain = known.map_or(Text::EMPTY, plain_key);
+        let plain = plain.as_str();
         if key.is_some() {
-            self.member(plain.as_str(), value);
-            let is_true = matches!(value, Value::Bool(true));
-            self.said.global |= depth == 1 && is_true && plain.as_str() == "global";
+            self.member(plain, &value);
+            self.said.global |=
+                depth == 1 && plain == "global" && value == JsonEvent::Boolean(true);
         }
         match self.status {
-            400.. if known.is_some() => self.of_error(depth, plain.as_str(), value),
-            200..300 => self.of_envelope(depth, plain.as_str(), value, in_error),
+            400.. => self.of_error(depth, plain, &value),
+            200..300 => self.of_envelope(depth, plain, &value, in_error),
             _ => {}
         }
     }
 
     /// Reads the members that are waits, and the quotas that are exceeded.
-    fn member(&mut self, key: &str, value: Value<'a>) {
+    fn member(&mut self, key: &str, value: &JsonEvent<'_>) {
         let is_quota = QUOTA_KEYS.contains(&key) && self.status >= 400;
         let is_limit = QUOTA_LIMIT_KEYS.contains(&key);
         let (wait, reset) = (unit_of_wait(key), unit_of_reset(key));
@@ -216,8 +219,7 @@ impl<'a> BodyReader<'a> {
             return;
         }
         let text = match value {
-            Value::Number(number) => Text::of(&[number]),
-            Value::Text(text) => text.chars().collect(),
+            JsonEvent::Number(text) | JsonEvent::String(text) => Text::of(&[text]),
             _ => return,
         };
         let text = text.as_str();
@@ -229,11 +231,11 @@ impl<'a> BodyReader<'a> {
             self.said.reset = self.said.reset.max(reset);
         } else if is_quota {
             let (window, unit) = words::of_quota_id(text);
-            self.quotas.push(Draft {
-                unit: unit.and_then(Text::some),
+            self.quotas.push(ObservedQuota {
+                unit: unit.map(Box::from),
                 window,
                 remaining: Some(0),
-                ..Draft::named(text)
+                ..ObservedQuota::named(text)
             });
         } else if let Some(quota) = self.quotas.last_mut() {
             quota.limit = Count::read(text).and_then(Count::known);
@@ -250,49 +252,46 @@ impl<'a> BodyReader<'a> {
 
     /// Reads a value that may be a code or a message. Returns which of them says that a limit is
     /// exceeded.
-    fn code_and_message(&mut self, key: &str, value: Value<'a>) -> (bool, bool) {
+    fn code_and_message(&mut self, key: &str, value: &JsonEvent<'_>) -> (bool, bool) {
         let is_code_key = CODE_KEYS.contains(&key);
-        let Value::Text(text) = value else {
+        let JsonEvent::String(text) = value else {
             let codes = ["20429", "99991400", "-1003", "-1015"];
-            let is_one = matches!(value, Value::Number(number) if codes.contains(&number));
+            let is_one = matches!(value, JsonEvent::Number(number) if codes.contains(&&**number));
             return (is_code_key && is_one, false);
         };
         let is_message = MESSAGE_KEYS.iter().any(|word| key.contains(word));
         let mut says = false;
         if is_message && self.messages < MOST_MESSAGES {
             self.messages += 1;
-            says = match text.plain() {
-                Some(text) => self.message(text),
-                None => self.message(prose::Decoded::of(text.chars()).as_str()),
-            };
+            says = self.message(text);
         }
-        (is_code_key && is_code(text.chars()), says)
+        (is_code_key && is_code(text), says)
     }
 
     /// Reads the body of an error response: codes anywhere in it, and messages.
-    fn of_error(&mut self, depth: usize, key: &str, value: Value<'a>) {
+    fn of_error(&mut self, depth: usize, key: &str, value: &JsonEvent<'_>) {
         let (code, phrase) = self.code_and_message(key, value);
         self.said.code |= code;
         self.said.phrase |= phrase;
-        if let Value::Text(text) = value
+        if let JsonEvent::String(text) = value
             && CODE_KEYS.contains(&key)
         {
             self.used_up(text);
         }
-        if depth == 2 && !self.around[0].array && self.key_of(1, "error") {
+        if depth == 2 && !self.around[0].array && self.around[1].key.as_str() == "error" {
             self.trace |= key == "fbtraceid";
             self.meta |=
-                key == "code" && matches!(value, Value::Number(number) if is_meta_code(number));
+                key == "code" && matches!(value, JsonEvent::Number(number) if is_meta_code(number));
         }
     }
 
     /// Reads the body of a successful response. Codes and messages count in what is called an error,
     /// near the root, or in a root that says that the request has failed.
-    fn of_envelope(&mut self, depth: usize, key: &str, value: Value<'a>, in_error: bool) {
+    fn of_envelope(&mut self, depth: usize, key: &str, value: &JsonEvent<'_>, in_error: bool) {
         if depth == 0 || self.around[0].array {
             return;
         }
-        let in_status = depth == 2 && self.key_of(1, "status");
+        let in_status = depth == 2 && self.around[1].key.as_str() == "status";
         if in_error {
             let (code, phrase) = self.code_and_message(key, value);
             self.said.code |= code || phrase;
@@ -300,18 +299,18 @@ impl<'a> BodyReader<'a> {
             let (code, phrase) = self.code_and_message(key, value);
             self.refused |= code || phrase;
             self.failed |= match value {
-                Value::Bool(is_well) => !is_well && ["ok", "success"].contains(&key),
+                JsonEvent::Boolean(is_well) => !is_well && ["ok", "success"].contains(&key),
                 // A status such as 429, or a code of Bybit.
-                Value::Number("10006") if key == "retcode" => {
+                JsonEvent::Number(code) if key == "retcode" && code == "10006" => {
                     self.refused = true;
                     true
                 }
-                Value::Number(code) => {
+                JsonEvent::Number(code) => {
                     let is_of_error = code.len() == 3 && code.starts_with(['4', '5']);
                     is_of_error && ["code", "status"].contains(&key)
                 }
-                Value::Text(text) => {
-                    let says = FAILURES.iter().any(|word| text.is(word));
+                JsonEvent::String(text) => {
+                    let says = FAILURES.contains(&&**text);
                     (says && key.contains("stat")) || (in_status && phrase)
                 }
                 _ => false,
@@ -320,30 +319,26 @@ impl<'a> BodyReader<'a> {
     }
 
     /// Adds the quota that is used up, if the code of an error names one. A type may say so again.
-    fn used_up(&mut self, code: Str<'_>) {
-        let known = USED_UP.iter().find(|(known, ..)| code.is(known));
+    fn used_up(&mut self, code: &str) {
+        let known = USED_UP.iter().find(|(known, ..)| code == *known);
         let Some((code, unit, window)) = known else {
             return;
         };
-        let draft = Draft {
-            unit: unit.and_then(Text::some),
+        let draft = ObservedQuota {
+            unit: unit.map(Box::from),
             window: Some(*window),
             remaining: Some(0),
-            ..Draft::named(code)
+            ..ObservedQuota::named(code)
         };
         let mut quotas = self.quotas.iter();
         if !quotas.any(|quota| quota.name == draft.name) {
             self.quotas.push(draft);
         }
     }
-
-    fn key_of(&self, container: usize, name: &str) -> bool {
-        self.around[container].key.is_some_and(|key| key.is(name))
-    }
 }
 
 /// Returns the key in lower case, without the marks between its words.
-fn plain_key(key: Str<'_>) -> Text {
+fn plain_key(key: &str) -> Text {
     let letters = key.chars().filter(|letter| !['_', '-'].contains(letter));
     letters.map(|letter| letter.to_ascii_lowercase()).collect()
 }
@@ -366,34 +361,18 @@ fn unit_after<'a>(key: &'a str, starts: &[&str]) -> Option<&'a str> {
     rests.find(|rest| rest.is_empty() || unit_of_name(rest).is_some())
 }
 
-fn is_error_key(key: Str<'_>) -> bool {
-    let start = key
-        .chars()
-        .take(3)
-        .map(|letter| letter.to_ascii_lowercase());
-    start.eq("err".chars())
-}
-
 fn is_meta_code(number: &str) -> bool {
     let code = Number::read(number).and_then(|number| number.count().known());
     matches!(code, Some(4 | 17 | 32 | 341 | 613 | 80_000..=80_014)) && !number.contains('.')
 }
 
 /// Returns the first `<Code>…</Code>`: letters, digits and dots.
-fn element(body: &[u8]) -> Option<&[u8]> {
-    const START: &[u8] = b"<Code>";
-    let mut rest = body;
-    loop {
-        let start = rest
-            .windows(START.len())
-            .position(|window| window == START)?;
-        rest = &rest[start + START.len()..];
-        let length = rest
-            .iter()
-            .take_while(|byte| byte.is_ascii_alphanumeric() || **byte == b'.')
-            .count();
-        if length > 0 && rest[length..].starts_with(b"</Code>") {
-            return Some(&rest[..length]);
-        }
-    }
+fn element(body: &str) -> Option<&str> {
+    let starts = body.split("<Code>").skip(1);
+    let codes = starts.filter_map(|start| start.split_once("</Code>"));
+    let is_code = |code: &str| {
+        let mut bytes = code.bytes();
+        !code.is_empty() && bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'.')
+    };
+    codes.map(|(code, _)| code).find(|code| is_code(code))
 }

@@ -1,10 +1,10 @@
 //! Combines the quotas of all headers of a response, so that each bucket appears once.
 
-use super::draft::{Draft, Drafts};
 use super::generic::family::{Family, Header, Role, family};
-use super::generic::group::{Group, GroupEntry, Stated};
+use super::generic::group::{Group, GroupEntry, Policies, Stated};
 use super::generic::lines::{Line, Lines};
 use super::generic::{members, words};
+use super::observed::{Drafts, ObservedQuota};
 use super::parse::text::{Bounded, Text};
 use super::parse::time::Base;
 use super::standard::ratelimit::{self, Fields};
@@ -17,15 +17,13 @@ pub(super) type Entries<'a> = Bounded<GroupEntry<'a>, { Lines::MOST }>;
 pub(super) const NAMES: [&str; 5] = ["name", "resource", "bucket", "group", "category"];
 
 /// Sorts the lines into the generic families and the rows of the table.
-pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::Present {
-    let mut present = vendor::Present::default();
+pub(super) fn sort<'a>(lines: &Lines<'a>) -> Entries<'a> {
+    let mut entries = Entries::new();
     for line in lines.iter() {
-        let header = Header::read(line.name);
-        let is_vendors = !header.is_some_and(|header| Family::SYNONYMS.contains(&header.family));
-        if is_vendors && present.mark(line.name) {
+        if vendor::has(line.name) || ratelimit::is_ours(line.name) {
             continue;
         }
-        let Some(header) = header.filter(|_| !ratelimit::is_ours(line.name)) else {
+        let Some(header) = Header::read(line.name) else {
             continue;
         };
         let mut add = |header: Header<'a>, value| {
@@ -47,17 +45,14 @@ pub(super) fn sort<'a>(lines: &Lines<'a>, entries: &mut Entries<'a>) -> vendor::
             add(header, line.value);
         }
     }
-    join(entries);
-    present
+    join(&mut entries);
+    entries
 }
 
 /// Joins two groups of a family that describe one quota: one without a name, and one that only
 /// names the requests, if no value is in both. The group with the limit names the quota.
 fn join(entries: &mut Entries<'_>) {
-    let is_named = |entry: &GroupEntry<'_>| {
-        let mut pieces = entry.header.name.iter().filter(|piece| !piece.is_empty());
-        pieces.next().is_some_and(|piece| words::is_plain(piece)) && pieces.next().is_none()
-    };
+    let is_named = |entry: &GroupEntry<'_>| words::is_plain(entry.header.name.as_str());
     let Some(named) = entries.iter().find(|entry| is_named(entry)).copied() else {
         return;
     };
@@ -80,7 +75,7 @@ fn join(entries: &mut Entries<'_>) {
         let like = *has_limit.unwrap_or(unnamed);
         for entry in entries.iter_mut() {
             if of_family(entry) && is_of_quota(entry) {
-                entry.header = entry.header.renamed(like.header.name);
+                entry.header.name = like.header.name;
                 entry.group = like.group;
             }
         }
@@ -88,13 +83,7 @@ fn join(entries: &mut Entries<'_>) {
 }
 
 /// Adds all quotas that the lines state.
-pub(super) fn read(
-    lines: &Lines<'_>,
-    entries: &Entries<'_>,
-    present: vendor::Present,
-    base: &Base,
-    quotas: &mut Drafts,
-) {
+pub(super) fn read(lines: &Lines<'_>, entries: &Entries<'_>, base: &Base, quotas: &mut Drafts) {
     let mut fields = ratelimit::read(lines, base, quotas);
     same_bucket(lines, entries, &mut fields, base, quotas);
     for (place, entry) in entries.iter().enumerate() {
@@ -102,22 +91,22 @@ pub(super) fn read(
         let same = |other: &&GroupEntry<'_>| is_of_quota(other) && other.group == entry.group;
         let is_first = !entries[..place].iter().any(|other| same(&other));
         if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
-            let name = Text::of(&header.pieces());
+            let name = header.quota_name();
             let of_group = entries[place..].iter().filter(same);
-            let group = Stated::read(of_group.clone().copied(), base).group(
+            let mut group = Stated::read(of_group.clone().copied(), base).group(
                 name.as_str(),
                 header.family == Family::BySize,
-                &[],
+                Policies::new(),
             );
             let is_loose = matches!(header.family, Family::Loose(_));
             let is_marked = is_loose && of_group.clone().any(|entry| is_marked(entry.line));
             let is_vendors = matches!(header.family, Family::Vendor(_)) && header.is_unnamed();
             let name = || label(lines, |family| is_vendors && family == header.family);
-            for quota in group.quotas.iter() {
+            for quota in std::mem::take(&mut group.quotas) {
                 if quota.is_believable(is_marked, is_loose) {
-                    quotas.push(Draft {
+                    quotas.push(ObservedQuota {
                         name: quota.name.or_else(name),
-                        ..*quota
+                        ..quota
                     });
                 }
             }
@@ -126,7 +115,7 @@ pub(super) fn read(
             }
         }
     }
-    vendor::read(lines, present, base, quotas);
+    vendor::read(lines, base, quotas);
 }
 
 /// Returns whether a name without `ratelimit` speaks of requests or of a limit.
@@ -162,24 +151,24 @@ fn same_bucket(
                 Stated::read(entries.iter().filter(of_family).copied(), base)
             }
             None => {
-                policies.iter().for_each(|policy| quotas.push(*policy));
+                quotas.extend(policies);
                 continue;
             }
         };
-        let group = stated.group("", false, &policies);
+        let mut group = stated.group("", false, policies);
         group.report_policies(quotas);
         match &mut first {
             None => first = Some(group),
-            Some(first) if is_other(first, &group) => report(&group, lines, quotas),
-            Some(first) => match (first.quotas.first_mut(), group.quotas.first()) {
+            Some(first) if is_other(first, &group) => report(group, lines, quotas),
+            Some(first) => match (first.quotas.first_mut(), group.quotas.into_iter().next()) {
                 (Some(quota), Some(filling)) => quota.fill(filling),
-                (None, Some(filling)) => first.quotas.push(*filling),
+                (None, Some(filling)) => first.quotas.push(filling),
                 (_, None) => {}
             },
         }
     }
     if let Some(first) = first {
-        report(&first, lines, quotas);
+        report(first, lines, quotas);
     }
 }
 
@@ -203,18 +192,16 @@ fn is_other(first: &Group, other: &Group) -> bool {
 }
 
 /// Reports quotas, which a separate header may name.
-fn report(group: &Group, lines: &Lines<'_>, quotas: &mut Drafts) {
+fn report(group: Group, lines: &Lines<'_>, quotas: &mut Drafts) {
     let name = || label(lines, |family| Family::SYNONYMS.contains(&family));
-    group.quotas.iter().for_each(|quota| {
-        quotas.push(Draft {
-            name: quota.name.or_else(name),
-            ..*quota
-        })
-    });
+    quotas.extend(group.quotas.into_iter().map(|quota| ObservedQuota {
+        name: quota.name.or_else(name),
+        ..quota
+    }));
 }
 
 /// Returns the name that a header such as `X-RateLimit-Name` gives to the quota of a family.
-fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Text> {
+fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Box<str>> {
     let of = |name: &&str| {
         let is_it = |line: &Line<'a>| {
             line.name.ends_with(name)
@@ -222,5 +209,5 @@ fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Te
         };
         lines.iter().find(is_it).map(|line| line.value)
     };
-    NAMES.iter().find_map(of).and_then(Text::some)
+    NAMES.iter().find_map(of).and_then(Text::boxed)
 }

@@ -1,11 +1,11 @@
 //! One quota as a response states it.
 
 use std::fmt;
-use std::num::NonZeroU64;
 use std::time::Duration;
 
+use super::generic::words;
 use super::parse::number::LARGEST;
-use super::parse::text::Text;
+use super::parse::text::{Bounded, Text};
 use super::parse::time::LONGEST;
 
 /// One quota as a response states it. A value that the response does not state is `None`.
@@ -26,16 +26,21 @@ use super::parse::time::LONGEST;
 #[derive(Clone, PartialEq, Eq, Default)]
 pub struct ObservedQuota {
     pub(super) name: Option<Box<str>>,
+    /// `None` if it is not stated: requests. Until the quota is [finished](Self::finish), the unit in its name.
     pub(super) unit: Option<Box<str>>,
-    pub(super) limit: Small,
-    pub(super) remaining: Small,
-    pub(super) used: Small,
-    pub(super) window: Small,
-    pub(super) reset_after: Small,
+    pub(super) limit: Option<u64>,
+    pub(super) remaining: Option<u64>,
+    pub(super) used: Option<u64>,
+    /// In milliseconds, as the next one.
+    pub(super) window: Option<u64>,
+    pub(super) reset_after: Option<u64>,
 }
 
-/// An optional number below `u64::MAX`, in eight bytes: it is stored plus one.
-type Small = Option<NonZeroU64>;
+/// The quotas of a response while it is read.
+pub(super) type Drafts = Bounded<ObservedQuota, 32>;
+
+/// The unit of a part of a limit.
+const PERCENT: &str = "percent";
 
 impl ObservedQuota {
     /// The unit if none is stated.
@@ -60,27 +65,27 @@ impl ObservedQuota {
 
     /// Returns how many units the quota has in all.
     pub fn limit(&self) -> Option<u64> {
-        out(self.limit)
+        self.limit
     }
 
     /// Returns how many units are left.
     pub fn remaining(&self) -> Option<u64> {
-        out(self.remaining)
+        self.remaining
     }
 
     /// Returns how many units are used.
     pub fn used(&self) -> Option<u64> {
-        out(self.used)
+        self.used
     }
 
     /// Returns the length of the window.
     pub fn window(&self) -> Option<Duration> {
-        out(self.window).map(Duration::from_millis)
+        self.window.map(Duration::from_millis)
     }
 
     /// Returns the time from the arrival of the response until the quota has units again.
     pub fn reset_after(&self) -> Option<Duration> {
-        out(self.reset_after).map(Duration::from_millis)
+        self.reset_after.map(Duration::from_millis)
     }
 
     /// Returns whether nothing is left of the quota.
@@ -90,7 +95,7 @@ impl ObservedQuota {
 
     /// Returns whether the quota is for all calls, as far as its name states.
     pub(crate) fn is_of_all_calls(&self) -> bool {
-        self.name().is_none_or(super::generic::words::is_plain)
+        self.name().is_none_or(words::is_plain)
     }
 
     /// Sets the name; it is cut after 95 bytes.
@@ -113,7 +118,7 @@ impl ObservedQuota {
     /// Sets how many units the quota has in all.
     pub fn with_limit(self, limit: u64) -> Self {
         ObservedQuota {
-            limit: small(limit.min(LARGEST)),
+            limit: Some(limit.min(LARGEST)),
             ..self
         }
     }
@@ -121,7 +126,7 @@ impl ObservedQuota {
     /// Sets how many units are left.
     pub fn with_remaining(self, remaining: u64) -> Self {
         ObservedQuota {
-            remaining: small(remaining.min(LARGEST)),
+            remaining: Some(remaining.min(LARGEST)),
             ..self
         }
     }
@@ -129,7 +134,7 @@ impl ObservedQuota {
     /// Sets how many units are used.
     pub fn with_used(self, used: u64) -> Self {
         ObservedQuota {
-            used: small(used.min(LARGEST)),
+            used: Some(used.min(LARGEST)),
             ..self
         }
     }
@@ -137,7 +142,7 @@ impl ObservedQuota {
     /// Sets the length of the window, rounded up to whole milliseconds and cut to 366 days.
     pub fn with_window(self, window: Duration) -> Self {
         ObservedQuota {
-            window: small(millis(window)),
+            window: Some(millis(window)),
             ..self
         }
     }
@@ -146,9 +151,89 @@ impl ObservedQuota {
     /// 366 days.
     pub fn with_reset_after(self, reset_after: Duration) -> Self {
         ObservedQuota {
-            reset_after: small(millis(reset_after)),
+            reset_after: Some(millis(reset_after)),
             ..self
         }
+    }
+}
+
+/// How a quota is made of headers and bodies.
+impl ObservedQuota {
+    /// Makes a quota with this name, if it is not empty.
+    pub(super) fn named(name: &str) -> Self {
+        ObservedQuota {
+            name: Text::boxed(name),
+            ..ObservedQuota::default()
+        }
+    }
+
+    /// Sets the percentage that is used.
+    pub(super) fn percent(self, used: u64) -> Self {
+        let remaining = Some(100u64.saturating_sub(used));
+        ObservedQuota {
+            unit: Text::boxed(PERCENT),
+            limit: Some(100),
+            used: Some(used),
+            remaining,
+            ..self
+        }
+    }
+
+    /// Fills the missing fields from another description of the same quota.
+    pub(super) fn fill(&mut self, other: ObservedQuota) {
+        self.name = self.name.take().or(other.name);
+        self.limit = self.limit.or(other.limit);
+        self.remaining = self.remaining.or(other.remaining);
+        self.used = self.used.or(other.used);
+        self.window = self.window.or(other.window);
+        self.reset_after = self.reset_after.or(other.reset_after);
+    }
+
+    /// Returns whether headers describe a quota. What is used is not enough: it may be the cost of
+    /// this request. Headers without a word for a limit have to state more than what is left.
+    pub(super) fn is_believable(&self, is_marked: bool, is_loose: bool) -> bool {
+        let used = self.used.filter(|_| self.limit.or(self.window).is_some());
+        if !is_loose {
+            return self
+                .limit
+                .or(self.remaining)
+                .or(self.reset_after)
+                .or(used)
+                .is_some();
+        }
+        let other = self.limit.or(self.reset_after).or(self.used);
+        let is_less = self.limit.is_none_or(|limit| self.remaining <= Some(limit));
+        let is_left = self.remaining.is_some() && (is_marked || other.is_some());
+        is_less && (is_left || used.is_some())
+    }
+
+    /// Derives fields from the others. Returns whether the quota states anything.
+    pub(super) fn finish(&mut self) -> bool {
+        if let (Some(limit), None, Some(used)) = (self.limit, self.remaining, self.used) {
+            self.remaining = Some(limit.saturating_sub(used));
+        }
+        // Some servers state as used what the one request has cost.
+        if let (Some(limit), Some(remaining), Some(used)) = (self.limit, self.remaining, self.used)
+            && used.saturating_add(remaining) < limit
+            && self.unit.as_deref() != Some(PERCENT)
+        {
+            self.used = None;
+        }
+        if let (None, Some(remaining), Some(used)) = (self.limit, self.remaining, self.used) {
+            self.limit = Some((used + remaining).min(LARGEST));
+        }
+        let name = self.name.as_deref().unwrap_or_default();
+        let unit = self
+            .unit
+            .take()
+            .or_else(|| words::unit_of(name).map(Box::from));
+        self.unit = unit.filter(|unit| **unit != *ObservedQuota::REQUESTS);
+        let states = self
+            .limit
+            .or(self.remaining)
+            .or(self.used)
+            .or(self.reset_after);
+        states.is_some()
     }
 }
 
@@ -164,14 +249,6 @@ impl fmt::Debug for ObservedQuota {
             .field("reset_after", &self.reset_after())
             .finish()
     }
-}
-
-pub(super) fn small(number: u64) -> Small {
-    NonZeroU64::MIN.checked_add(number)
-}
-
-fn out(small: Small) -> Option<u64> {
-    Some(small?.get() - 1)
 }
 
 /// Returns the whole milliseconds, rounded up, at most 366 days.

@@ -6,7 +6,7 @@
 
 use super::generic::lines::trim;
 use super::parse::number::{Number, digits};
-use super::parse::text::{Bounded, Text};
+use super::parse::text::Text;
 use super::parse::time::{self, Base};
 
 /// The most bytes of a message that are read.
@@ -134,28 +134,6 @@ impl Sentence {
 
     fn is_of_requests(&self) -> bool {
         self.limit && self.counted && !self.other
-    }
-}
-
-/// A message without escapes, as far as it is read. It needs no heap memory.
-#[derive(Debug)]
-pub(super) struct Decoded(Bounded<u8, LONGEST>);
-
-impl Decoded {
-    pub(super) fn of(letters: impl Iterator<Item = char>) -> Decoded {
-        let mut bytes = Bounded::new();
-        for letter in letters.take(LONGEST) {
-            let mut room = [0; 4];
-            let letter = letter.encode_utf8(&mut room);
-            letter.bytes().for_each(|byte| bytes.push(byte));
-        }
-        Decoded(bytes)
-    }
-
-    pub(super) fn as_str(&self) -> &str {
-        let whole = |error: std::str::Utf8Error| error.valid_up_to();
-        let end = std::str::from_utf8(&self.0).map_or_else(whole, str::len);
-        std::str::from_utf8(&self.0[..end]).unwrap_or_default()
     }
 }
 

@@ -4,20 +4,15 @@ use std::time::{Duration, SystemTime};
 
 use http::header::{AGE, DATE};
 use http::{HeaderMap, StatusCode};
-use smallvec::SmallVec;
 
-use super::draft::{Draft, Drafts};
 use super::generic::lines::{self, Line, Lines};
+use super::observed::Drafts;
 use super::parse::date;
 use super::parse::number::Number;
-use super::parse::text::Text;
 use super::parse::time::Base;
 use super::refusal::{self, Said};
 use super::standard::retry_after;
 use super::{ObservedQuota, Signal, body, combine};
-
-/// The most memory that a signal takes, in bytes.
-const MEMORY: usize = 1000;
 
 /// Reads a response that arrived at `now`.
 #[inline(never)]
@@ -45,34 +40,30 @@ pub(super) fn signal(
             lines.add(Line { name, value });
         }
     }
-    let mut entries = combine::Entries::new();
-    let present = combine::sort(&lines, &mut entries);
-
+    let entries = combine::sort(&lines);
     let hint = retry_after::read(&lines, &entries, &base);
     let mut quotas = Drafts::new();
     if !headers.is_some_and(is_cached) {
-        combine::read(&lines, &entries, present, &base, &mut quotas);
+        combine::read(&lines, &entries, &base, &mut quotas);
     }
     let mut said = body.map_or_else(Said::default, |body| {
         body::read(body, status, &lines, &base, &mut quotas)
     });
     let code = lines.first(refusal::ERROR_TYPE);
-    said.code |= code.is_some_and(|code| refusal::is_code(code.chars()));
-    quotas.keep(Draft::finish);
+    said.code |= code.is_some_and(refusal::is_code);
+    quotas.keep(ObservedQuota::finish);
     let limited =
         status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));
     let wait = hint.or_else(|| {
         limited.and_then(|_| (said.wait.or_else(|| refusal::wait(&quotas))).or(said.reset))
     });
     let is_global = limited.is_some() && said.global;
-    let scope = refusal::scope(&lines).or_else(|| Text::some("global").filter(|_| is_global));
-    let scope = scope.map(Box::<str>::from);
-    let quotas = keep(&quotas, scope.as_deref());
+    let scope = refusal::scope(&lines).or_else(|| is_global.then(|| "global".into()));
     Signal {
         limited,
         retry_after: wait.map(Duration::from_millis),
         scope,
-        quotas,
+        quotas: quotas.into_iter().take(Signal::MOST_QUOTAS).collect(),
         spent: body.map_or_else(super::Spent::default, super::Spent::in_body),
     }
 }
@@ -81,27 +72,6 @@ pub(super) fn signal(
 fn is_cached(headers: &HeaderMap) -> bool {
     let age = lines::first_of(headers, &AGE).and_then(Number::read);
     age.is_some_and(|age| !age.negative && age.times_up(1) > 0)
-}
-
-/// Returns as many quotas as a signal may hold, in number and in memory, in a list without spare
-/// capacity.
-fn keep(quotas: &Drafts, scope: Option<&str>) -> SmallVec<[ObservedQuota; 1]> {
-    let mut room = MEMORY - scope.map_or(0, str::len);
-    let fits = |quota: &&Draft| match room.checked_sub(quota.size()) {
-        Some(left) => {
-            room = left;
-            true
-        }
-        None => false,
-    };
-    let count = quotas
-        .iter()
-        .take(Signal::MOST_QUOTAS)
-        .take_while(fits)
-        .count();
-    let mut kept = SmallVec::with_capacity(count);
-    kept.extend(quotas[..count].iter().map(|quota| quota.observed()));
-    kept
 }
 
 /// Returns the whole milliseconds since 1970.

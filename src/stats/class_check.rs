@@ -3,9 +3,12 @@
 //! A class may be mistyped, and it may come from a client. So a class without a share is noted once, up to
 //! [`MOST`] of them, and only a hash of it is kept. Neither memory nor events grow with what clients send.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::collections::BTreeSet;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::key::Key;
+use crate::locks::lock;
 
 /// The most classes without a share that are noted.
 const MOST: usize = 16;
@@ -16,8 +19,8 @@ const WITHOUT_CLASS: u32 = 100;
 /// What is known of the classes of the requests of a divided quota.
 #[derive(Debug, Default)]
 pub(crate) struct ClassCheck {
-    /// The hashes of the classes without a share, in the order in which they came. 0 is a free place.
-    unknown: [AtomicU64; MOST],
+    /// The hashes of the classes without a share.
+    unknown: Mutex<BTreeSet<Key>>,
     /// How many requests came without a class, up to [`WITHOUT_CLASS`]. It stays there once a request had
     /// a class.
     without_class: AtomicU32,
@@ -27,27 +30,13 @@ impl ClassCheck {
     /// Notes a class that has no share. Returns whether it is reported: if it is new, and one of the first
     /// [`MOST`].
     pub(crate) fn is_new(&self, class: &str) -> bool {
-        let hash = Key::new(class).low_bits().max(1);
-        for place in &self.unknown {
-            let mut noted = place.load(Ordering::Relaxed);
-            if noted == 0 {
-                let taken = place.compare_exchange(0, hash, Ordering::Relaxed, Ordering::Relaxed);
-                noted = match taken {
-                    Ok(_) => return true,
-                    Err(other) => other,
-                };
-            }
-            if noted == hash {
-                return false;
-            }
-        }
-        false
+        let mut unknown = lock(&self.unknown);
+        unknown.len() < MOST && unknown.insert(Key::new(class))
     }
 
     /// Returns how many classes without a share were noted.
     pub(super) fn unknown(&self) -> u64 {
-        let is_taken = |place: &&AtomicU64| place.load(Ordering::Relaxed) != 0;
-        self.unknown.iter().filter(is_taken).count() as u64
+        lock(&self.unknown).len() as u64
     }
 
     /// Notes whether a request has a class. Returns whether it is reported that none has one.

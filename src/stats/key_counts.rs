@@ -22,6 +22,36 @@ struct RareCounts {
     is_given: bool,
 }
 
+/// What is counted by key.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counted {
+    pub(crate) requests: Requests,
+    pub(crate) units: u64,
+}
+
+impl Counted {
+    /// Adds the counts of a key.
+    pub(crate) fn add(&mut self, counts: &KeyCounts) {
+        self.add_passed(counts.passed, counts.units);
+        // Most keys of a program with many keys have none.
+        if let Some(more) = &counts.more {
+            self.requests.merge(&more.requests, u64::wrapping_add);
+        }
+    }
+
+    /// Adds requests that passed, and their units.
+    pub(crate) fn add_passed(&mut self, passed: u64, units: u64) {
+        self.requests.passed = self.requests.passed.wrapping_add(passed);
+        self.units = self.units.wrapping_add(units);
+    }
+
+    /// Adds or replaces each count by `merge` of it and that of `other`.
+    pub(crate) fn merge(&mut self, other: &Counted, merge: impl Fn(u64, u64) -> u64) {
+        self.requests.merge(&other.requests, &merge);
+        self.units = merge(self.units, other.units);
+    }
+}
+
 /// The longest name of a key, in bytes.
 const LONGEST_NAME: usize = 64;
 
@@ -59,16 +89,6 @@ impl KeyCounts {
             passed: self.passed,
             ..requests.unwrap_or_default()
         }
-    }
-
-    /// Returns how many requests passed at once.
-    pub(super) fn passed(&self) -> u64 {
-        self.passed
-    }
-
-    /// Returns the requests with other outcomes, if there may be some.
-    pub(super) fn others(&self) -> Option<&Requests> {
-        self.more.as_ref().map(|more| &more.requests)
     }
 
     pub(crate) fn units(&self) -> u64 {

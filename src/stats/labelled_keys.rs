@@ -5,7 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::values::{KeyStats, Requests, Stats};
+use super::key_counts::Counted;
+use super::values::{KeyStats, Stats};
 use crate::clock;
 use crate::key::Key;
 use crate::locks::lock;
@@ -24,8 +25,7 @@ const MOST_CANDIDATES: usize = 1000;
 pub(crate) struct KeySeries {
     /// The name of the key.
     pub(crate) name: Box<str>,
-    pub(crate) requests: Requests,
-    pub(crate) units: u64,
+    pub(crate) counted: Counted,
 }
 
 /// The stats of a gate, and the series of its keys. `None` if none has series of its own.
@@ -49,9 +49,9 @@ struct Places {
 }
 
 struct Place {
-    counted: KeySeries,
+    series: KeySeries,
     /// What the state of the key had counted when it was read last.
-    seen: (Requests, u64),
+    seen: Counted,
     /// When the key last had a request.
     active_at: Instant,
 }
@@ -63,21 +63,27 @@ impl Place {
             self.seen = Default::default();
             return;
         };
-        let (requests, units) = self.seen;
+        let counted = counted(stats);
         // The state may have been forgotten and made anew meanwhile. Then it counts from zero.
-        let is_anew = stats.requests.total() < requests.total() || stats.units < units;
-        let (requests, units) = match is_anew {
-            true => Default::default(),
-            false => (requests, units),
-        };
-        if stats.requests != requests || stats.units != units {
+        let is_anew = counted.requests.total() < self.seen.requests.total()
+            || counted.units < self.seen.units;
+        if is_anew {
+            self.seen = Counted::default();
+        }
+        if counted != self.seen {
             self.active_at = now;
         }
-        let mut more = stats.requests;
-        more.merge(&requests, u64::saturating_sub);
-        self.counted.requests.merge(&more, u64::wrapping_add);
-        self.counted.units += stats.units - units;
-        self.seen = (stats.requests, stats.units);
+        let mut more = counted;
+        more.merge(&self.seen, u64::saturating_sub);
+        self.series.counted.add_all(&more);
+        self.seen = counted;
+    }
+}
+
+fn counted(stats: &KeyStats) -> Counted {
+    Counted {
+        requests: stats.requests,
+        units: stats.units,
     }
 }
 
@@ -129,24 +135,23 @@ impl LabelledKeys {
                 let Some(stats) = stats(key).filter(|_| !keys.contains_key(&key)) else {
                     continue;
                 };
-                let seen = (stats.requests, stats.units);
-                let counted = match former.remove(&key) {
+                let seen = counted(&stats);
+                let series = match former.remove(&key) {
                     Some(place) if place.seen == seen => {
                         // It is still idle.
                         former.insert(key, place);
                         continue;
                     }
-                    Some(place) => place.counted,
+                    Some(place) => place.series,
                     None => KeySeries {
                         name: stats.name.clone(),
-                        requests: Requests::default(),
-                        units: 0,
+                        counted: Counted::default(),
                     },
                 };
                 // What it has counted without a place is part of `other`.
                 let seen = if *has_begun { seen } else { Default::default() };
                 let mut place = Place {
-                    counted,
+                    series,
                     seen,
                     active_at: now,
                 };
@@ -156,6 +161,6 @@ impl LabelledKeys {
         }
         *has_begun = true;
         let all = keys.values().chain(former.values());
-        Some(all.map(|place| place.counted.clone()).collect())
+        Some(all.map(|place| place.series.clone()).collect())
     }
 }

@@ -27,7 +27,7 @@
 // | `histogram` | how long requests waited |
 // | `values` | what a gate has counted, as plain values |
 // | `event` | what happens to a gate |
-// | `key_counts` | the counts of one key, which are a part of its state |
+// | `key_counts` | what is counted by key, and the counts of one key, which are a part of its state |
 // | `labelled_keys` | the keys of a gate that have metrics of their own |
 // | `exporter` | what an exporter of metrics gets besides the stats |
 // | `class_check` | whether requests have classes, and these have a share |
@@ -71,7 +71,7 @@ pub(crate) use histogram::WAIT_SECONDS;
 pub(crate) use histogram::WaitCounts;
 #[cfg(all(feature = "metrics", feature = "redis"))]
 pub(crate) use histogram::seconds;
-pub(crate) use key_counts::{KeyCounts, shown};
+pub(crate) use key_counts::{Counted, KeyCounts, shown};
 #[cfg(feature = "metrics")]
 pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;

@@ -20,7 +20,7 @@ use super::event::{Event, Handler};
 #[cfg(feature = "metrics")]
 use super::exporter::ExportedWaits;
 use super::histogram::WaitCounts;
-use super::key_counts::KeyCounts;
+use super::key_counts::{Counted, KeyCounts};
 #[cfg(feature = "metrics")]
 use super::labelled_keys::LabelledKeys;
 use super::values::{Cause, Counts, Kind, Outcome, REASONS, Requests, Stats, index_of_reason};
@@ -88,13 +88,6 @@ pub(crate) struct Tally {
     upstream_floods: Floods,
 }
 
-/// What is counted by key.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Counted {
-    requests: Requests,
-    units: u64,
-}
-
 /// A request that waits.
 struct OpenWait {
     key: Key,
@@ -150,23 +143,6 @@ impl Floods {
         }
         flood.reported = now;
         Some(std::mem::take(&mut flood.unreported))
-    }
-}
-
-impl Counted {
-    /// Adds the counts of a key.
-    pub(crate) fn add(&mut self, counts: &KeyCounts) {
-        self.add_passed(counts.passed(), counts.units());
-        // Most keys of a program with many keys have none.
-        if let Some(others) = counts.others() {
-            self.requests.merge(others, u64::wrapping_add);
-        }
-    }
-
-    /// Adds requests that passed, and their units.
-    pub(crate) fn add_passed(&mut self, passed: u64, units: u64) {
-        self.requests.passed = self.requests.passed.wrapping_add(passed);
-        self.units = self.units.wrapping_add(units);
     }
 }
 
@@ -433,8 +409,7 @@ impl Tally {
         let mut shown = lock(&self.shown);
         // A request may end while the counts are read. It is then missing, or its permit is not given
         // back yet. No count falls for that reason.
-        shown.requests.merge(&counted.requests, u64::max);
-        shown.units = shown.units.max(counted.units);
+        shown.merge(&counted, u64::max);
         let Counted { requests, units } = *shown;
         drop(shown);
         let waiting = lock(&self.waiting);

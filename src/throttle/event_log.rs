@@ -9,6 +9,7 @@ use crate::signal::Signal;
 
 /// An event at this process that the other processes have to know.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "half of the events are answers")]
 pub(super) enum FleetEvent {
     Sent(Instant),
     Answered {

@@ -1,6 +1,7 @@
 //! The generic families of headers: reads the meaning of a name from its words.
 
 use crate::signal::generic::words;
+use crate::signal::parse::text::Text;
 use crate::signal::parse::time::{period_of, unit_of_name};
 
 /// A family: its headers describe the limits of one server in one spelling.
@@ -147,11 +148,9 @@ pub(in crate::signal) struct Header<'a> {
     /// The unit of the value, in milliseconds, if the name states one.
     pub(in crate::signal) unit: Option<u32>,
     /// The name of the quota: the parts before and after the role, and the member of the value.
-    pub(in crate::signal) name: [&'a str; 3],
+    pub(in crate::signal) name: Text,
     /// The part of a value that describes one quota of several.
     pub(in crate::signal) part: &'a str,
-    /// The digest of the name, which tells different names apart.
-    digest: u64,
 }
 
 impl<'a> Header<'a> {
@@ -178,18 +177,13 @@ impl<'a> Header<'a> {
                 None => loose(name)?,
             },
         };
-        let [before, after] = read.pieces;
-        Some(
-            Header {
-                family,
-                role: read.role,
-                unit: read.unit,
-                name: [before, after, ""],
-                part: "",
-                digest: 0,
-            }
-            .digested(),
-        )
+        Some(Header {
+            family,
+            role: read.role,
+            unit: read.unit,
+            name: with_dashes(&read.pieces),
+            part: "",
+        })
     }
 
     /// Returns the header for a member of its value, such as `limit` in `{"limit":10}`. If the key
@@ -210,9 +204,9 @@ impl<'a> Header<'a> {
         let [before, after] = read.pieces;
         let rest = if before.is_empty() { after } else { before };
         let (name, part) = match (label, part) {
-            (Some(label), "") => ([label, "", ""], rest),
-            (Some(label), part) => ([label, "", ""], part),
-            (None, part) => ([self.name[0], self.name[1], rest], part),
+            (Some(label), "") => (Text::of(&[label]), rest),
+            (Some(label), part) => (Text::of(&[label]), part),
+            (None, part) => (with_dashes(&[self.name.as_str(), rest]), part),
         };
         Header {
             role: read.role,
@@ -221,7 +215,6 @@ impl<'a> Header<'a> {
             part,
             ..*self
         }
-        .digested()
     }
 
     /// Returns the same header for a part of a value that states one quota of several.
@@ -230,62 +223,38 @@ impl<'a> Header<'a> {
             Family::Vendor(prefix) if self.is_unnamed() => prefix.strip_prefix("x-"),
             _ => None,
         };
-        let name = of_family.map_or(self.name, |name| [name, "", ""]);
         Header {
             role,
-            name,
+            name: of_family.map_or(self.name, |name| Text::of(&[name])),
             part,
             ..*self
         }
-        .digested()
-    }
-
-    /// Returns the header of another quota of the same family.
-    pub(in crate::signal) fn renamed(&self, name: [&'a str; 3]) -> Header<'a> {
-        Header { name, ..*self }.digested()
-    }
-
-    fn digested(mut self) -> Self {
-        let add = |sum: u64, byte| (sum ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-        self.digest = self.bytes().chain(self.part.bytes()).fold(0, add);
-        self
     }
 
     pub(in crate::signal) fn same_group(&self, other: &Header<'_>) -> bool {
-        self.digest == other.digest
-            && self.family == other.family
-            && self.part == other.part
-            && self.bytes().eq(other.bytes())
+        (self.family, self.part, self.name) == (other.family, other.part, other.name)
     }
 
     pub(in crate::signal) fn is_unnamed(&self) -> bool {
-        self.name == [""; 3]
+        self.name == Text::EMPTY
     }
 
-    /// Returns the pieces of the name of the quota.
-    pub(in crate::signal) fn pieces(&self) -> [&'a str; 7] {
-        let size = if self.family == Family::BySize {
-            "size"
-        } else {
-            ""
-        };
-        let dash = |before: &str, after: &str| {
-            if before.is_empty() || after.is_empty() {
-                ""
-            } else {
-                "-"
-            }
-        };
-        let [before, after, member] = self.name;
-        let first = if before.is_empty() { after } else { before };
-        let last = if after.is_empty() { before } else { after };
-        let (one, two, three) = (dash(size, first), dash(before, after), dash(last, member));
-        [size, one, before, two, after, three, member]
+    /// Returns the name of the quota as it is stated.
+    pub(in crate::signal) fn quota_name(&self) -> Text {
+        match self.family {
+            Family::BySize => with_dashes(&["size", self.name.as_str()]),
+            _ => self.name,
+        }
     }
+}
 
-    fn bytes(&self) -> impl Iterator<Item = u8> + use<'a> {
-        self.pieces().into_iter().flat_map(str::bytes)
-    }
+/// Joins the pieces that are not empty.
+fn with_dashes(pieces: &[&str]) -> Text {
+    let mut all = pieces.iter().filter(|piece| !piece.is_empty());
+    let first = all.next().copied().unwrap_or_default();
+    all.fold(Text::of(&[first]), |name, piece| {
+        Text::of(&[name.as_str(), "-", piece])
+    })
 }
 
 /// Returns the family of a name, and the rest of the name.
@@ -595,7 +564,7 @@ mod tests {
         ] {
             let header = Header::read(name).unwrap();
             assert_eq!(
-                (header.family, header.role, &*header.pieces().concat()),
+                (header.family, header.role, header.quota_name().as_str()),
                 (family, role, quota),
                 "{name}"
             );

@@ -1,9 +1,9 @@
 //! One group of headers with the same family and name: one quota, or several parallel ones.
 
-use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::family::{Family, Header, Role};
 use crate::signal::generic::lines::{parameter, split, trim};
 use crate::signal::generic::words;
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, digits, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
@@ -23,7 +23,7 @@ pub(in crate::signal) struct GroupEntry<'a> {
 impl GroupEntry<'_> {
     /// Returns whether the header says in a word that the limit is exceeded.
     pub(in crate::signal) fn is_throttled(&self) -> bool {
-        self.header.role == Role::State && refusal::is_code(self.value.chars())
+        self.header.role == Role::State && refusal::is_code(self.value)
     }
 }
 
@@ -34,15 +34,15 @@ const MOST_ITEMS: usize = 64;
 const MANY: usize = 8;
 
 /// Limits with a window that a header states besides its quota; older drafts have no name for them.
-pub(in crate::signal) type Policies = Bounded<Draft, 8>;
+pub(in crate::signal) type Policies = Bounded<ObservedQuota, 8>;
 
 /// The quotas that the headers of a group state.
 #[derive(Debug, Default)]
 pub(in crate::signal) struct Group {
-    pub(in crate::signal) quotas: Bounded<Draft, MANY>,
+    pub(in crate::signal) quotas: Bounded<ObservedQuota, MANY>,
     /// The policies that describe none of the quotas.
     policies: Policies,
-    unit: Option<Text>,
+    unit: Option<&'static str>,
 }
 
 impl Group {
@@ -52,43 +52,28 @@ impl Group {
     }
 
     /// Reports the policies that describe none of the quotas as separate quotas.
-    pub(in crate::signal) fn report_policies(&self, quotas: &mut Drafts) {
-        for policy in self.policies.iter() {
-            quotas.push(Draft {
-                unit: self.unit,
-                ..*policy
+    pub(in crate::signal) fn report_policies(&mut self, quotas: &mut Drafts) {
+        for policy in std::mem::take(&mut self.policies) {
+            quotas.push(ObservedQuota {
+                unit: self.unit.map(Box::from),
+                ..policy
             });
         }
     }
 }
 
-/// The values of one role: the first values, their number, and the most restrictive value.
-#[derive(Debug)]
-struct Values<T> {
-    list: Bounded<T, MANY>,
-    count: usize,
-    worst: Option<T>,
-}
+/// The values of one role.
+type Values<T> = Bounded<T, MOST_ITEMS>;
 
-impl<T> Default for Values<T> {
-    fn default() -> Self {
-        Values {
-            list: Bounded::new(),
-            count: 0,
-            worst: None,
-        }
-    }
-}
-
-impl<T: Copy> Values<T> {
-    fn push(&mut self, value: T, worse: impl Fn(T, T) -> T) {
-        self.list.push(value);
-        self.count += 1;
-        self.worst = Some(self.worst.map_or(value, |worst| worse(worst, value)));
-    }
-
-    fn at(&self, place: Option<usize>) -> Option<T> {
-        place.map_or(self.worst, |place| self.list.get(place).copied())
+/// Returns the value of one of several quotas, or of all values the most restrictive one.
+fn at<'a, T: Copy>(
+    values: &'a [T],
+    place: Option<usize>,
+    worst: fn(std::slice::Iter<'a, T>) -> Option<&'a T>,
+) -> Option<T> {
+    match place {
+        Some(place) => values.get(place).copied(),
+        None => worst(values.iter()).copied(),
     }
 }
 
@@ -147,7 +132,7 @@ impl Stated {
                     let unit = header.unit.or(gw.then_some(1));
                     let read = |text: &str| base.read_with(unit, text);
                     each_time(value, read, |time| {
-                        values.resets[usize::from(priority)].push(time, u64::max)
+                        values.resets[usize::from(priority)].push(time)
                     });
                 }
                 Role::Window => {
@@ -162,7 +147,7 @@ impl Stated {
                     }
                 }
                 Role::State if entry.is_throttled() => {
-                    values.remaining.push(Count::Of(0), Count::min);
+                    values.remaining.push(Count::Of(0));
                 }
                 _ => {}
             }
@@ -192,17 +177,17 @@ impl Stated {
             // `9/10`: of a limit.
             let (head, limit) = head.split_once('/').unwrap_or((head, ""));
             match Count::read(trim(head)) {
-                Some(count) if role == Role::Used => self.used.push(count, Count::max),
+                Some(count) if role == Role::Used => self.used.push(count),
                 Some(count) => {
-                    if self.remaining.count == 0 {
+                    if self.remaining.is_empty() {
                         self.window_of_remaining = window_parameter(item).and_then(seconds);
                     }
-                    self.remaining.push(count, Count::min);
+                    self.remaining.push(count);
                 }
                 None => continue,
             }
             let limit = Count::read(trim(limit)).into_iter();
-            limit.for_each(|limit| self.limit.push(limit, Count::min));
+            limit.for_each(|limit| self.limit.push(limit));
         }
     }
 
@@ -214,13 +199,13 @@ impl Stated {
     ) -> Self {
         let mut values = Stated::default();
         if let Some(limit) = limit {
-            values.limit.push(limit, Count::min);
+            values.limit.push(limit);
         }
         if let Some(remaining) = remaining {
-            values.remaining.push(remaining, Count::min);
+            values.remaining.push(remaining);
         }
         if let Some(reset) = reset {
-            values.resets[0].push(reset, u64::max);
+            values.resets[0].push(reset);
         }
         values
     }
@@ -233,14 +218,14 @@ impl Stated {
         match (Count::read(text), text_of_window) {
             (Some(count), _) if !self.has_limit => {
                 self.window = window;
-                self.limit.push(count, Count::min);
+                self.limit.push(count);
             }
-            (Some(count), None) => self.limit.push(count, Count::min),
+            (Some(count), None) => self.limit.push(count),
             (Some(Count::Of(limit)), Some(_)) => {
-                self.policies.push(Draft {
+                self.policies.push(ObservedQuota {
                     limit: Some(limit),
                     window,
-                    ..Draft::named(parameter(item, "name").unwrap_or_default())
+                    ..ObservedQuota::named(parameter(item, "name").unwrap_or_default())
                 });
             }
             (Some(Count::Negative), Some(_)) => {}
@@ -262,8 +247,8 @@ impl Stated {
             (Some(count), Some(Count::Of(of))) => self.ratio = Some((count, of)),
             (Some(count), None) => {
                 if let Some(window) = seconds(of) {
-                    self.limit.push(count, Count::min);
-                    self.windows.push(window, u64::min);
+                    self.limit.push(count);
+                    self.windows.push(window);
                 }
             }
             _ => {}
@@ -272,23 +257,23 @@ impl Stated {
 
     /// Decides what `32/80` means: used of the limit, unless other headers state what is used.
     fn settle_ratio(&mut self) {
-        let Some((count, of)) = self.ratio.filter(|_| self.limit.count == 0) else {
+        let Some((count, of)) = self.ratio.filter(|_| self.limit.is_empty()) else {
             return;
         };
-        let is_used = self.remaining.count == 0 && self.used.count == 0;
+        let is_used = self.remaining.is_empty() && self.used.is_empty();
         if is_used && count <= Count::Of(of) {
-            self.used.push(count, Count::max);
-            self.limit.push(Count::Of(of), Count::min);
+            self.used.push(count);
+            self.limit.push(Count::Of(of));
         } else if !is_used && of > 0 {
-            self.limit.push(count, Count::min);
+            self.limit.push(count);
             self.window = Some(of.saturating_mul(1000).min(time::LONGEST));
         }
     }
 
     /// Builds the quotas of the group, with policies that other fields state for it.
-    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: &[Draft]) -> Group {
+    pub(in crate::signal) fn group(mut self, name: &str, by_size: bool, others: Policies) -> Group {
         self.settle_ratio();
-        others.iter().for_each(|policy| self.policies.push(*policy));
+        self.policies.extend(others);
         self.policies.keep(|_| true);
         let unit = if by_size {
             Some("tokens")
@@ -297,43 +282,43 @@ impl Stated {
         };
         let mut group = Group {
             policies: self.policies,
-            unit: unit.and_then(Text::some),
+            unit,
             ..Group::default()
         };
         let resets = self
             .resets
             .iter()
-            .find(|values| values.count > 0)
+            .find(|values| !values.is_empty())
             .unwrap_or(&self.resets[0]);
         let counts = [
-            self.limit.count,
-            self.remaining.count,
-            self.used.count,
-            resets.count,
+            self.limit.len(),
+            self.remaining.len(),
+            self.used.len(),
+            resets.len(),
         ];
         let longest = counts.into_iter().max().unwrap_or(0);
         let parallel = (2..=MANY).contains(&longest)
             && counts.iter().all(|count| [0, longest].contains(count));
-        let no_reset = self.remaining.count == 0 && resets.count == 0;
+        let no_reset = self.remaining.is_empty() && resets.is_empty();
         let strava = parallel && longest == 2 && no_reset && self.strava == [true; 2];
 
-        for place in 0..if parallel { longest } else { 1 } {
-            let at = parallel.then_some(place);
-            let mut draft = Draft {
-                unit: group.unit,
-                ..Draft::named(name)
+        for number in 0..if parallel { longest } else { 1 } {
+            let place = parallel.then_some(number);
+            let mut draft = ObservedQuota {
+                unit: group.unit.map(Box::from),
+                ..ObservedQuota::named(name)
             };
-            let limit = self.limit.at(at);
+            let limit = at(&self.limit, place, Iterator::min);
             draft.limit = limit.and_then(Count::known);
-            draft.used = self.used.at(at).and_then(Count::known);
-            draft.reset = resets.at(at);
-            draft.window = (self.windows.at(at))
+            draft.used = at(&self.used, place, Iterator::max).and_then(Count::known);
+            draft.reset_after = at(resets, place, Iterator::max);
+            draft.window = at(&self.windows, place, Iterator::min)
                 .or(self.window)
                 .or(self.window_of_remaining);
             if !parallel {
                 describe(&mut draft, &mut group.policies);
             }
-            let remaining = self.remaining.at(at);
+            let remaining = at(&self.remaining, place, Iterator::min);
             draft.remaining = remaining.and_then(|remaining| remaining.left_of(draft.limit));
             if let (Some(used), None) = (self.utilization, limit) {
                 draft = draft.percent(used);
@@ -344,11 +329,11 @@ impl Stated {
                 .or(self.period)
                 .or_else(|| time::period_of(name));
             if self.daily {
-                draft.name = draft.name.or(Text::some("daily"));
+                draft.name = draft.name.or_else(|| Some("daily".into()));
                 draft.window = draft.window.or(Some(86_400_000));
             }
             if strava {
-                draft.window = Some([900_000, 86_400_000][place]);
+                draft.window = Some([900_000, 86_400_000][number]);
             }
             // Servers send -1 for "no limit" or "not known".
             if limit != Some(Count::Negative) {
@@ -360,7 +345,7 @@ impl Stated {
 }
 
 /// Takes out the policy that describes the quota, and fills in what the quota lacks.
-fn describe(draft: &mut Draft, policies: &mut Policies) {
+fn describe(draft: &mut ObservedQuota, policies: &mut Policies) {
     let found = match policies.len() {
         // The only policy, unless the quota has stated a window of its own.
         1 if draft.window.is_none() => Some(0),
@@ -369,7 +354,7 @@ fn describe(draft: &mut Draft, policies: &mut Policies) {
             .position(|policy| draft.limit == policy.limit),
     };
     if let Some(found) = found {
-        draft.fill(&policies.remove(found));
+        draft.fill(policies.remove(found));
     }
 }
 

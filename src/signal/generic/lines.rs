@@ -65,6 +65,11 @@ impl<'a> Lines<'a> {
             .map(|line| line.value)
     }
 
+    /// Returns the field that the lines with this name are together.
+    pub(in crate::signal) fn joined(&self, name: &str) -> String {
+        self.all(name).collect::<Vec<_>>().join(", ")
+    }
+
     /// Returns the value of the first line with this name.
     pub(in crate::signal) fn first(&self, name: &str) -> Option<&'a str> {
         self.all(name).next()
@@ -192,9 +197,10 @@ fn has_limit(name: &[u8]) -> bool {
 
 /// Splits at each `mark` outside of double quotes, and trims the parts.
 pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &str> + Clone {
-    let mut quoted = false;
+    let (mut quoted, mut escaped) = (false, false);
     text.split(move |character| {
-        quoted ^= character == '"';
+        quoted ^= character == '"' && !escaped;
+        escaped = quoted && !escaped && character == '\\';
         character == mark && !quoted
     })
     .map(trim)
@@ -292,6 +298,7 @@ mod tests {
             split(r#"1;a=",;" , 2"#, ',').collect::<Vec<_>>(),
             [r#"1;a=",;""#, "2"]
         );
+        assert_eq!(split(r#""\",";"#, ',').count(), 1);
         assert_eq!(parameter(r#"1; a=",;"; W = 3"#, "w"), Some("3"));
     }
 }

@@ -2,9 +2,11 @@
 //!
 //! Each of these things is read as a header of its own.
 
+use json_event_parser::JsonEvent;
+
 use super::family::{Header, Role};
 use super::lines::{Lines, split, trim};
-use crate::signal::parse::json::{Node, Str, Value, visit};
+use crate::signal::parse::json::visit;
 use crate::signal::parse::number::{digits, unquoted};
 
 /// Calls `each` for the parts of the value. Returns whether the value has parts.
@@ -27,19 +29,18 @@ fn json<'a>(
     value: &'a str,
     mut each: impl FnMut(Header<'a>, &'a str),
 ) -> bool {
-    let is_name = |key| header.member(key, None, "").role == Role::Name;
-    let key = |node: &Node<'a>| node.key.and_then(Str::plain);
+    let is_name = |key: &str| header.member(key, None, "").role == Role::Name;
     let (mut label, mut depth) = (None, 1);
     visit(value, |node| {
-        if node.depth == 1 && key(&node).is_some_and(is_name) {
-            label = node.value.plain();
+        if node.depth == 1 && node.plain_key().is_some_and(is_name) {
+            label = node.plain_value();
         }
     });
     visit(value, |node| {
-        if let (Value::Object, 1..) = (node.value, node.depth) {
-            (label, depth) = (key(&node), node.depth + 1);
+        if let (JsonEvent::StartObject, 1..) = (&node.value, node.depth) {
+            (label, depth) = (node.plain_key(), node.depth + 1);
         }
-        let member = key(&node).zip(node.value.plain());
+        let member = node.plain_key().zip(node.plain_value());
         match member.filter(|_| node.depth == depth) {
             Some((key, text)) if is_name(key) => label = Some(text),
             Some((key, text)) => each(header.member(key, label, ""), text),

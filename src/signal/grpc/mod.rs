@@ -5,13 +5,14 @@
 //! the server names a time, as 503 is. The time is in `grpc-retry-pushback-ms`, or in a
 //! `google.rpc.RetryInfo` in `grpc-status-details-bin`.
 
-mod base64;
 mod retry_info;
 #[cfg(test)]
 mod tests;
 
 use std::time::{Duration, SystemTime};
 
+use base64::alphabet::STANDARD;
+use base64::engine::{DecodePaddingMode, Engine, GeneralPurpose, GeneralPurposeConfig};
 use http::{HeaderMap, StatusCode};
 
 use super::parse::number;
@@ -89,8 +90,25 @@ pub(super) fn signal(headers: &HeaderMap, now: SystemTime) -> Signal {
 fn wait(headers: &HeaderMap) -> Option<Duration> {
     pushback(headers).or_else(|| {
         let details = headers.get(DETAILS)?;
-        retry_info::wait(&base64::decode(details.as_bytes())?)
+        retry_info::wait(&decode(details.as_bytes())?)
     })
+}
+
+/// Decodes the first value of a binary header, which may be a list. `None` if it is not base64, or too long.
+fn decode(text: &[u8]) -> Option<Vec<u8>> {
+    /// The longest text that is decoded, in bytes. A longer one is ignored.
+    const LONGEST: usize = 16 * 1024;
+
+    /// With and without padding, as gRPC says. Bits that are left over are ignored.
+    const BASE64: GeneralPurpose = GeneralPurpose::new(
+        &STANDARD,
+        GeneralPurposeConfig::new()
+            .with_decode_allow_trailing_bits(true)
+            .with_decode_padding_mode(DecodePaddingMode::Indifferent),
+    );
+
+    let first = text.split(|byte| *byte == b',').next()?.trim_ascii();
+    (first.len() <= LONGEST).then(|| BASE64.decode(first).ok())?
 }
 
 /// Reads the pushback. `None` if there is not exactly one, or if it is not a number of milliseconds.

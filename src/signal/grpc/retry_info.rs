@@ -18,58 +18,53 @@ const RETRY_INFO: &[u8] = b"google.rpc.RetryInfo";
 /// Returns the wait in the details of `status`: the longest, if there are several. A negative wait is
 /// none.
 pub(super) fn wait(status: &[u8]) -> Option<Duration> {
-    let details = WireFields(status).filter(|(number, _)| *number == 3);
-    let details = details.filter_map(|(_, detail)| detail.bytes());
-    details.filter_map(of_detail).max()
+    let details = WireFields(status).filter(|field| field.tag == bytes(3));
+    details.filter_map(|detail| of_detail(detail.bytes)).max()
 }
 
 fn of_detail(any: &[u8]) -> Option<Duration> {
-    let type_url = last(any, 1, WireValue::bytes)?;
+    let type_url = last(any, bytes(1))?.bytes;
     let name = type_url.rsplit(|byte| *byte == b'/').next()?;
     if name != RETRY_INFO {
         return None;
     }
-    let delay = last(last(any, 2, WireValue::bytes)?, 1, WireValue::bytes)?;
+    let delay = last(last(any, bytes(2))?.bytes, bytes(1))?.bytes;
     // Negative numbers are sent as 64 bits, too: they are above `i64::MAX`.
-    let seconds = last(delay, 1, WireValue::varint).unwrap_or(0);
-    let nanos = last(delay, 2, WireValue::varint).unwrap_or(0);
+    let [seconds, nanos] =
+        [1, 2].map(|number| last(delay, varint(number)).map_or(0, |field| field.varint));
     let nanos = u32::try_from(nanos)
         .ok()
         .filter(|nanos| *nanos < 1_000_000_000)?;
     (i64::try_from(seconds).is_ok()).then(|| Duration::new(seconds, nanos))
 }
 
-/// Returns the last value of a field that has the right type.
-fn last<'a, T>(message: &'a [u8], number: u64, read: fn(WireValue<'a>) -> Option<T>) -> Option<T> {
-    let values = WireFields(message).filter(|(known, _)| *known == number);
-    values.filter_map(|(_, value)| read(value)).last()
+/// Returns the tag of the field with this number, if its value is bytes.
+fn bytes(number: u64) -> u64 {
+    number << 3 | 2
 }
 
-/// The value of a field.
-enum WireValue<'a> {
-    Varint(u64),
-    Bytes(&'a [u8]),
-    /// 32 or 64 bits.
-    Fixed,
+/// Returns the tag of the field with this number, if its value is a varint.
+fn varint(number: u64) -> u64 {
+    number << 3
 }
 
-impl<'a> WireValue<'a> {
-    fn bytes(self) -> Option<&'a [u8]> {
-        match self {
-            WireValue::Bytes(bytes) => Some(bytes),
-            _ => None,
-        }
-    }
-
-    fn varint(self) -> Option<u64> {
-        match self {
-            WireValue::Varint(value) => Some(value),
-            _ => None,
-        }
-    }
+/// Returns the last field with this tag.
+fn last(message: &[u8], tag: u64) -> Option<WireField<'_>> {
+    WireFields(message).filter(|field| field.tag == tag).last()
 }
 
-/// The fields of a message, up to the first malformed one: their numbers and values.
+/// A field of a message.
+#[derive(Default)]
+struct WireField<'a> {
+    /// The number of the field and the type of its value.
+    tag: u64,
+    /// The value of a varint. 0 for other types.
+    varint: u64,
+    /// The value of a field with a length. Empty for other types.
+    bytes: &'a [u8],
+}
+
+/// The fields of a message, up to the first malformed one.
 struct WireFields<'a>(&'a [u8]);
 
 impl<'a> WireFields<'a> {
@@ -93,20 +88,24 @@ impl<'a> WireFields<'a> {
 }
 
 impl<'a> Iterator for WireFields<'a> {
-    type Item = (u64, WireValue<'a>);
+    type Item = WireField<'a>;
 
-    fn next(&mut self) -> Option<(u64, WireValue<'a>)> {
+    fn next(&mut self) -> Option<WireField<'a>> {
         let tag = self.varint()?;
-        let value = match tag & 7 {
-            0 => WireValue::Varint(self.varint()?),
-            1 => self.take(8).map(|_| WireValue::Fixed)?,
+        let mut field = WireField {
+            tag,
+            ..WireField::default()
+        };
+        match tag & 7 {
+            0 => field.varint = self.varint()?,
+            1 => _ = self.take(8)?,
             2 => {
                 let length = usize::try_from(self.varint()?).ok()?;
-                WireValue::Bytes(self.take(length)?)
+                field.bytes = self.take(length)?;
             }
-            5 => self.take(4).map(|_| WireValue::Fixed)?,
+            5 => _ = self.take(4)?,
             _ => return None,
-        };
-        Some((tag >> 3, value))
+        }
+        Some(field)
     }
 }

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, SystemTime};
 
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD_NO_PAD as STANDARD_NO_PAD;
 use http::{HeaderMap, HeaderName, HeaderValue};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-use super::signal;
+use super::{decode, signal};
 use crate::signal::Signal;
 
 fn read(lines: &[(&'static str, &[u8])]) -> Signal {
@@ -123,20 +125,39 @@ fn retry_info_is_read() {
     }
 }
 
+/// Vectors of RFC 4648, section 10, and what is not base64.
+#[test]
+fn text_is_decoded_with_and_without_padding() {
+    for (text, bytes) in [
+        ("", Some("")),
+        ("Zg==", Some("f")),
+        ("Zg", Some("f")),
+        ("Zm8=", Some("fo")),
+        ("Zm8", Some("fo")),
+        ("Zm9v", Some("foo")),
+        ("Zm9vYg==", Some("foob")),
+        ("Zm9vYmE=", Some("fooba")),
+        ("Zm9vYmFy", Some("foobar")),
+        (" Zm9v ,Zg==", Some("foo")),
+        ("Z", None),
+        ("Zm9vY", None),
+        ("Zm=v", None),
+        ("Zm 9v", None),
+        ("Zm9v\n!", None),
+    ] {
+        let decoded = decode(text.as_bytes());
+        assert_eq!(decoded.as_deref(), bytes.map(str::as_bytes), "{text:?}");
+    }
+    assert_eq!(
+        decode(&[b'A'; 16 * 1024]).map(|bytes| bytes.len()),
+        Some(12 * 1024)
+    );
+    assert_eq!(decode(&[b'A'; 16 * 1024 + 4]), None);
+}
+
 /// Encodes bytes as base64 without padding.
 fn base64(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-    let mut text = String::new();
-    for group in bytes.chunks(3) {
-        let mut bits = [0; 4];
-        bits[1..=group.len()].copy_from_slice(group);
-        let bits = u32::from_be_bytes(bits);
-        for digit in 0..=group.len() {
-            let value = bits >> (18 - 6 * digit) & 63;
-            text.push(char::from(DIGITS[value as usize]));
-        }
-    }
-    text
+    STANDARD_NO_PAD.encode(bytes)
 }
 
 /// Encodes a field with a length.

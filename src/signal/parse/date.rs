@@ -21,7 +21,7 @@ pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
         // `Thu, 01 Jan 2026 00:02:00 GMT`
         "%a, %d %b %Y %H:%M:%S %Z",
         // `Thursday, 01-Jan-26 00:02:00 GMT`
-        "%A, %d-%b-%y %H:%M:%S GMT",
+        "%a, %d-%b-%y %H:%M:%S GMT",
         // `Thu Jan  1 00:02:00 2026`
         "%a %b %e %H:%M:%S %Y",
     ];
@@ -76,22 +76,12 @@ fn is_utc(zone: &str) -> bool {
         .any(|utc| zone.eq_ignore_ascii_case(utc))
 }
 
-const DAYS: [&str; 7] = [
-    "Monday",
-    "Tuesday",
-    "Wednesday",
-    "Thursday",
-    "Friday",
-    "Saturday",
-    "Sunday",
-];
-
 const MONTHS: [&str; 12] = [
     "Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec",
 ];
 
-/// Parses the start of a text by its form, as `strptime` does: `%e` is a day of two places, and `%Z`
-/// is UTC. Returns the milliseconds since 1970 and the rest. A date that the form does not state is
+/// Parses the start of a text by its form, as `strptime` does: `%a` is any word, because the day of the week is
+/// not checked, `%e` is a day of two places, and `%Z` is UTC. Returns the milliseconds since 1970 and the rest. A date that the form does not state is
 /// the first day of 1970.
 fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
     let (mut year, mut month, mut day, mut time) = (1970, 1, 1, 0);
@@ -109,9 +99,11 @@ fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
         let field = marks.next()?;
         let value;
         (value, rest) = match field {
-            'a' => name(rest, DAYS.map(|day| &day[..3]))?,
-            'A' => name(rest, DAYS)?,
-            'b' => name(rest, MONTHS)?,
+            'a' => (
+                0,
+                rest.trim_start_matches(|letter: char| letter.is_ascii_alphabetic()),
+            ),
+            'b' => month_of(rest)?,
             'e' if rest.starts_with(' ') => digits(&rest[1..], 1)?,
             'Z' if is_utc(rest) => (0, ""),
             'Z' => return None,
@@ -127,7 +119,7 @@ fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
             'H' if value < 24 => time += value * 3_600_000,
             'M' if value < 60 => time += value * 60_000,
             'S' if value <= 60 => time += value * 1000,
-            'a' | 'A' | 'Z' => {}
+            'a' | 'Z' => {}
             _ => return None,
         }
     }
@@ -141,23 +133,19 @@ fn digits(text: &str, count: usize) -> Option<(i64, &str)> {
     Some((digits.parse().ok().filter(|_| is_number)?, rest))
 }
 
-/// Parses one of some names. Returns its number, from 1 on.
-fn name<'a, const N: usize>(text: &'a str, names: [&str; N]) -> Option<(i64, &'a str)> {
-    (1..).zip(names).find_map(|(number, name)| {
-        let (start, rest) = text.split_at_checked(name.len())?;
-        start.eq_ignore_ascii_case(name).then_some((number, rest))
-    })
+/// Parses the name of a month.
+fn month_of(text: &str) -> Option<(i64, &str)> {
+    let (name, rest) = text.split_at_checked(3)?;
+    let is_it = |month: &&str| month.eq_ignore_ascii_case(name);
+    let month = (1..).zip(&MONTHS).find(|(_, month)| is_it(month))?.0;
+    Some((month, rest))
 }
 
-/// Returns the year with these two last digits that is at most 50 years ahead.
+/// Returns the last year with these two last digits that is at most 50 years ahead.
 fn near(digits: i64, now: i64) -> i64 {
-    let this_year = year_of(now);
-    let year = this_year - this_year.rem_euclid(100) + digits;
-    if year > this_year + 50 {
-        year - 100
-    } else {
-        year
-    }
+    // To within a day: a leap year is a quarter of a day early, and makes up for it.
+    let this_year = 1970 + now.div_euclid(DAY) * 400 / 146_097;
+    this_year + 50 - (this_year + 50 - digits).rem_euclid(100)
 }
 
 /// Returns the days from 1970 to a day of the Gregorian calendar, if that day exists.
@@ -181,19 +169,6 @@ fn days(year: i64, month: i64, day: i64) -> Option<i64> {
     (1..=length)
         .contains(&day)
         .then_some(century * 146_097 + year * 365 + year / 4 - year / 100 + in_year - 719_468)
-}
-
-/// Returns the year of a moment.
-fn year_of(now: i64) -> i64 {
-    let guess = 1970 + now.div_euclid(DAY) * 400 / 146_097;
-    let begins = |year| days(year, 1, 1).is_some_and(|day| day * DAY <= now);
-    if begins(guess + 1) {
-        guess + 1
-    } else if begins(guess) {
-        guess
-    } else {
-        guess - 1
-    }
 }
 
 #[cfg(test)]
@@ -239,8 +214,6 @@ mod tests {
             "Thu, 01 Jan 2026 00:00:61 GMT",
             "Thu, 01 Jan 2026 00:02:00 CET",
             "Thu, 01 Jan 2026 00:02:00 11",
-            "Thx, 01 Jan 2026 00:02:00 GMT",
-            "Thurs, 01-Jan-26 00:02:00 GMT",
             "2026-01-01",
             "2026-01-01T00:02.5",
             "2026-01-01T00:02:00.Z",
@@ -263,11 +236,8 @@ mod tests {
             ("00", 2000),
         ] {
             let text = format!("Thursday, 01-Jul-{year} 00:02:00 GMT");
-            assert_eq!(read(&text, NOW).map(year_of), Some(expected), "{text}");
-        }
-        for year in 1900..2500 {
-            let begins = days(year, 1, 1).unwrap() * DAY;
-            assert_eq!((year_of(begins - 1), year_of(begins)), (year - 1, year));
+            let same = read(&format!("Thu, 01 Jul {expected} 00:02:00 GMT"), NOW);
+            assert!(same.is_some() && read(&text, NOW) == same, "{text}");
         }
     }
 

@@ -30,9 +30,9 @@ impl Text {
         letters.map(|letter| letter.to_ascii_lowercase()).collect()
     }
 
-    /// Returns `None` if the text is empty.
-    pub(in crate::signal) fn some(text: &str) -> Option<Text> {
-        (!text.is_empty()).then(|| Text::of(&[text]))
+    /// Returns the text to be kept. `None` if it is empty.
+    pub(in crate::signal) fn boxed(text: &str) -> Option<Box<str>> {
+        (!text.is_empty()).then(|| Text::of(&[text]).into())
     }
 
     /// Appends the character, if it fits.
@@ -47,6 +47,12 @@ impl Text {
 
     pub(in crate::signal) fn as_str(&self) -> &str {
         std::str::from_utf8(&self.bytes[..usize::from(self.length)]).unwrap_or_default()
+    }
+}
+
+impl Default for Text {
+    fn default() -> Text {
+        Text::EMPTY
     }
 }
 
@@ -99,6 +105,15 @@ impl<T, const N: usize> Bounded<T, N> {
 impl<T, const N: usize> Default for Bounded<T, N> {
     fn default() -> Self {
         Bounded::new()
+    }
+}
+
+impl<T, const N: usize> IntoIterator for Bounded<T, N> {
+    type Item = T;
+    type IntoIter = smallvec::IntoIter<[T; N]>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
     }
 }
 

@@ -1,9 +1,9 @@
 //! The structured fields `RateLimit-Policy` and `RateLimit` of the IETF draft "RateLimit header
 //! fields for HTTP".
 
-use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::group::{Policies, Stated};
 use crate::signal::generic::lines::{Lines, parameter, split};
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, unquoted};
 use crate::signal::parse::text::{Bounded, Text};
 use crate::signal::parse::time::{self, Base};
@@ -25,8 +25,8 @@ const SERVICE: &str = "ratelimit";
 
 /// A named policy, and the quota made of it.
 struct Named {
-    draft: Draft,
-    key: Option<u64>,
+    draft: ObservedQuota,
+    key: Option<Text>,
     referred: bool,
 }
 
@@ -52,8 +52,8 @@ pub(in crate::signal) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Draft
     }
     if fields.service {
         fields.service = both(lines, "", &mut fields.unnamed, base, quotas);
-        if !fields.service && !structured::list(lines.all(SERVICE), |_| ()) {
-            fields.dictionary = dictionary(lines, base);
+        if !fields.service {
+            fields.dictionary = dictionary(&lines.joined(SERVICE), base);
         }
     }
     fields
@@ -67,30 +67,22 @@ fn both(
     base: &Base,
     quotas: &mut Drafts,
 ) -> bool {
-    let of = |field| {
-        let is_it = move |name: &str| name.strip_prefix(prefix) == Some(field);
-        let lines = lines.iter().filter(move |line| is_it(line.name));
-        lines.map(|line| line.value)
-    };
     let mut named = Bounded::<Named, 16>::new();
-    if structured::list(of(POLICY), |_| ()) {
-        structured::list(of(POLICY), |item| policy(item, &mut named, unnamed));
-    } else {
-        of(POLICY)
-            .flat_map(|line| split(line, ','))
-            .for_each(|item| policy(&spelled(item), &mut named, unnamed));
+    let policies = lines.joined(&[prefix, POLICY].concat());
+    match structured::list(&policies) {
+        Some(items) => items.for_each(|item| policy(&item, &mut named, unnamed)),
+        None => split(&policies, ',').for_each(|item| policy(&spelled(item), &mut named, unnamed)),
     }
     let mut any = false;
-    if structured::list(of(SERVICE), |_| ()) {
-        structured::list(of(SERVICE), |item| {
-            if let Some(draft) = service(item, &mut named, base) {
-                quotas.push(draft);
-                any = true;
-            }
-        });
+    let services = lines.joined(&[prefix, SERVICE].concat());
+    for item in structured::list(&services).into_iter().flatten() {
+        if let Some(draft) = service(&item, &mut named, base) {
+            quotas.push(draft);
+            any = true;
+        }
     }
     named
-        .iter()
+        .into_iter()
         .filter(|policy| !policy.referred)
         .for_each(|policy| quotas.push(policy.draft));
     any
@@ -121,12 +113,12 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
     match item.bare {
         Some(Bare::Text(name)) => {
             if let Some(Count::Of(limit)) = item.q.map(|number| number.count()) {
-                let draft = Draft {
-                    name: Some(name),
+                let draft = ObservedQuota {
+                    name: Some(name.into()),
                     limit: Some(limit),
                     window,
-                    unit: item.qu,
-                    ..Draft::default()
+                    unit: item.qu.map(Box::from),
+                    ..ObservedQuota::default()
                 };
                 named.push(Named {
                     draft,
@@ -137,11 +129,11 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
         }
         Some(Bare::Number(number)) => {
             if let Count::Of(limit) = number.count() {
-                unnamed.push(Draft {
-                    name: item.name,
+                unnamed.push(ObservedQuota {
+                    name: item.name.map(Box::from),
                     limit: Some(limit),
                     window,
-                    ..Draft::default()
+                    ..ObservedQuota::default()
                 });
             }
         }
@@ -149,20 +141,20 @@ fn policy(item: &Item, named: &mut Bounded<Named, 16>, unnamed: &mut Policies) {
     }
 }
 
-fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<Draft> {
+fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<ObservedQuota> {
     let Some(Bare::Text(name)) = item.bare else {
         return None;
     };
     item.r.or(item.t)?;
-    let mut draft = Draft {
-        name: Some(name),
-        ..Draft::default()
+    let mut draft = ObservedQuota {
+        name: Some(name.into()),
+        ..ObservedQuota::default()
     };
     draft.limit = item.q.and_then(|number| number.count().known());
     draft.remaining = item.r.map(|number| number.count().known().unwrap_or(0));
-    draft.reset = item.t.map(|number| base.number(number));
+    draft.reset_after = item.t.map(|number| base.number(number));
     draft.window = item.w.and_then(|seconds| time::window_of(1000, seconds));
-    let same_key = |key: Option<u64>| key == item.pk || key.is_none() || item.pk.is_none();
+    let same_key = |key: Option<Text>| key == item.pk || key.is_none() || item.pk.is_none();
     if let Some(policy) = named
         .iter_mut()
         .find(|policy| policy.draft.name == draft.name && same_key(policy.key))
@@ -170,14 +162,14 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<D
         policy.referred = true;
         draft.limit = draft.limit.or(policy.draft.limit);
         draft.window = draft.window.or(policy.draft.window);
-        draft.unit = policy.draft.unit;
+        draft.unit = policy.draft.unit.clone();
     }
     Some(draft)
 }
 
-fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Stated> {
+fn dictionary(field: &str, base: &Base) -> Option<Stated> {
     let (mut limit, mut remaining, mut reset) = (None, None, None);
-    let is_valid = structured::dictionary(lines.all(SERVICE), |key, bare| {
+    for (key, bare) in structured::dictionary(field)? {
         let number = bare.and_then(Bare::number);
         match key {
             "limit" => limit = number,
@@ -185,8 +177,8 @@ fn dictionary(lines: &Lines<'_>, base: &Base) -> Option<Stated> {
             "reset" => reset = number,
             _ => {}
         }
-    });
-    limit.or(remaining).or(reset).filter(|_| is_valid)?;
+    }
+    limit.or(remaining).or(reset)?;
     let [limit, remaining] = [limit, remaining].map(|number| Some(number?.count()));
     Some(Stated::of(
         limit,

@@ -1,10 +1,10 @@
 //! Formats that are neither separate fields nor JSON.
 
 use super::Here;
-use crate::signal::draft::{Draft, Drafts};
 use crate::signal::generic::lines::{parameter, split, trim};
+use crate::signal::observed::{Drafts, ObservedQuota};
 use crate::signal::parse::number::{Count, Number, digits, plain};
-use crate::signal::parse::text::{Bounded, Text};
+use crate::signal::parse::text::Text;
 use crate::signal::parse::time;
 
 /// `x-amzn-ratelimit-limit: 0.0167`
@@ -13,30 +13,35 @@ pub(super) fn amazon(here: &Here<'_, '_>, quotas: &mut Drafts) {
 }
 
 /// Returns the quota of a rate. One below 1 is a request in a longer window.
-fn per_second(rate: Number) -> Option<Draft> {
+fn per_second(rate: Number) -> Option<ObservedQuota> {
     let (limit, window) = match rate.count().known()? {
         0 => (1, u64::try_from(rate.inverse_up(1000)?).unwrap_or(u64::MAX)),
         limit => (limit, 1000),
     };
-    Some(Draft {
+    Some(ObservedQuota {
         limit: Some(limit),
         window: Some(window.min(time::LONGEST)),
-        ..Draft::default()
+        ..ObservedQuota::default()
     })
 }
 
 /// `b=per_hour;q=10;r=9;t=774,b=per_day;q=100;r=99;t=22374`
-pub(super) fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
-    for item in here.items() {
-        let head = split(item, ';').next().filter(|head| !head.contains('='));
-        let bucket = parameter(item, "b").or(head).unwrap_or_default();
-        let colon = if bucket.is_empty() { "" } else { ":" };
-        let draft = Draft {
-            name: Some(Text::of(&[owner, colon, bucket])),
-            window: time::period_of(bucket),
-            ..Draft::default()
+pub(super) fn auth0(here: &Here<'_, '_>, quotas: &mut Drafts) {
+    for (header, value) in here.all() {
+        let owner = match header.contains("client") {
+            true => "client",
+            false => "organization",
         };
-        quotas.extend(here.quota(draft, ["q", "r", "t"].map(|key| parameter(item, key))));
+        for item in split(value, ',') {
+            let head = split(item, ';').next().filter(|head| !head.contains('='));
+            let bucket = parameter(item, "b").or(head).unwrap_or_default();
+            let colon = if bucket.is_empty() { "" } else { ":" };
+            let quota = ObservedQuota {
+                window: time::period_of(bucket),
+                ..ObservedQuota::named(&[owner, colon, bucket].concat())
+            };
+            quotas.extend(here.quota(quota, ["q", "r", "t"].map(|key| parameter(item, key))));
+        }
     }
 }
 
@@ -44,9 +49,9 @@ pub(super) fn auth0(here: &Here<'_, '_>, owner: &str, quotas: &mut Drafts) {
 pub(super) fn azure(here: &Here<'_, '_>, quotas: &mut Drafts) {
     for (name, remaining) in here.items().filter_map(|item| item.rsplit_once(';')) {
         let name = trim(name);
-        let draft = Draft {
+        let draft = ObservedQuota {
             window: period_at_end(name),
-            ..Draft::named(name)
+            ..ObservedQuota::named(name)
         };
         quotas.extend(here.quota(draft, [None, Some(trim(remaining)), None]));
     }
@@ -62,29 +67,37 @@ fn period_at_end(name: &str) -> Option<u64> {
 }
 
 /// `x-mbx-used-weight-1m: 70`; the older form has no window.
-pub(super) fn binance(here: &Here<'_, '_>, name: &str, unit: &str, quotas: &mut Drafts) {
-    let start = here.row.headers[0].len() - 1;
-    let mut plain = None;
-    let mut seen = Bounded::<&str, 16>::new();
-    for (header, value) in here.all() {
-        let draft = Draft {
-            unit: Text::some(unit),
-            used: Count::read(value).and_then(Count::known),
-            ..Draft::named(name)
+pub(super) fn binance(here: &Here<'_, '_>, quotas: &mut Drafts) {
+    for header in here.row.headers {
+        let start = header.trim_end_matches('*');
+        let name = start
+            .trim_start_matches("x-mbx-")
+            .trim_start_matches("x-sapi-used-");
+        let unit = match name.ends_with("weight") {
+            true => "weight",
+            false => "orders",
         };
-        match header[start..].strip_prefix('-') {
-            None if header.len() == start => plain = plain.or(Some(draft)),
-            None => {}
-            Some(suffix) => {
-                let window = time::period(suffix).filter(|_| is_short(suffix));
-                if window.is_some() && !seen.contains(&suffix) {
-                    seen.push(suffix);
-                    quotas.push(Draft { window, ..draft });
-                }
+        let (mut plain, mut has_window) = (None, false);
+        for line in here.lines.iter() {
+            let Some(suffix) = line.name.strip_prefix(start) else {
+                continue;
+            };
+            let window = suffix.strip_prefix('-').filter(|suffix| is_short(suffix));
+            let quota = ObservedQuota {
+                unit: Some(unit.into()),
+                used: Count::read(line.value).and_then(Count::known),
+                window: window.and_then(time::period),
+                ..ObservedQuota::named(name)
+            };
+            if quota.window.is_some() {
+                has_window = true;
+                quotas.push(quota);
+            } else if suffix.is_empty() {
+                plain = plain.or(Some(quota));
             }
         }
+        quotas.extend(plain.filter(|_| !has_window));
     }
-    quotas.extend(plain.filter(|_| seen.is_empty()));
 }
 
 /// `10s`
@@ -103,15 +116,15 @@ pub(super) fn salesforce(here: &Here<'_, '_>, quotas: &mut Drafts) {
 }
 
 /// `api-usage=25/5000`
-fn usage(item: &str) -> Option<Draft> {
+fn usage(item: &str) -> Option<ObservedQuota> {
     let (name, usage) = item.split_once('=').filter(|(name, _)| !name.is_empty())?;
     let (used, limit) = usage.split_once('/')?;
-    Some(Draft {
-        name: Some(Text::lower(name)),
+    Some(ObservedQuota {
+        name: Some(Text::lower(name).into()),
         limit: Some(plain(digits(limit).0)?),
         used: Some(plain(used)?),
         window: Some(super::DAY),
-        ..Draft::default()
+        ..ObservedQuota::default()
     })
 }
 
@@ -125,10 +138,10 @@ pub(super) fn sentry(here: &Here<'_, '_>, quotas: &mut Drafts) {
             .map(trim)
             .filter(|categories| !categories.is_empty());
         if reset.is_some() {
-            quotas.push(Draft {
+            quotas.push(ObservedQuota {
                 remaining: Some(0),
-                reset,
-                ..Draft::named(categories.unwrap_or("all"))
+                reset_after: reset,
+                ..ObservedQuota::named(categories.unwrap_or("all"))
             });
         }
     }

@@ -1,10 +1,13 @@
 //! Meta's formats: JSON in a header, with percentages of the limit.
 
+use std::borrow::Cow;
+
+use json_event_parser::JsonEvent;
+
 use super::Here;
-use crate::signal::draft::{Draft, Drafts};
-use crate::signal::parse::json::{Node, Str, Value, visit};
+use crate::signal::observed::{Drafts, ObservedQuota};
+use crate::signal::parse::json::{Node, visit};
 use crate::signal::parse::number::Number;
-use crate::signal::parse::text::Text;
 use crate::signal::parse::time;
 
 /// The keys of the percentages of a use case.
@@ -20,24 +23,23 @@ struct MetaUsage {
 impl MetaUsage {
     /// Adds a member. `reset` is the key of a time, which counts `unit` milliseconds.
     fn member(&mut self, node: Node<'_>, shares: &[&str], reset: Option<&str>, unit: u32) {
-        let (Some(key), Value::Number(number)) = (node.key, node.value) else {
+        let (Some(key), JsonEvent::Number(number)) = (node.key, node.value) else {
             return;
         };
-        let Some(number) = Number::read(number).filter(|number| !number.negative) else {
+        let Some(number) = Number::read(&number).filter(|number| !number.negative) else {
             return;
         };
-        if shares.iter().any(|share| key.is(share)) {
+        if shares.contains(&&*key) {
             self.used = self.used.max(Some(number.count_up(1)));
-        } else if reset.is_some_and(|reset| key.is(reset)) {
+        } else if reset == Some(&*key) {
             self.reset = time::window_of(unit, number);
         }
     }
 
-    fn draft(self, name: Option<Text>) -> Option<Draft> {
-        let draft = Draft {
-            name,
-            reset: self.reset,
-            ..Draft::default()
+    fn draft(self, name: &str) -> Option<ObservedQuota> {
+        let draft = ObservedQuota {
+            reset_after: self.reset,
+            ..ObservedQuota::named(name)
         };
         self.used.map(|used| draft.percent(used))
     }
@@ -57,27 +59,24 @@ pub(super) fn object(
             usage.member(node, shares, reset, 1000);
         }
     });
-    quotas.extend(usage.draft(Text::some(name)));
+    quotas.extend(usage.draft(name));
 }
 
 /// `{"66782684":[{"type":"ads_management","call_count":95,"estimated_time_to_regain_access":19}]}`
 pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
     let mut case = UseCase::default();
     visit(here.first().unwrap_or_default(), |node| {
-        match (node.depth, node.value) {
-            (0, value) => case.in_object = matches!(value, Value::Object),
+        match (node.depth, &node.value) {
             (1, value) => {
                 quotas.extend(case.end());
-                case.owner = node
-                    .key
-                    .filter(|_| case.in_object && matches!(value, Value::Array));
+                case.owner = node.key.filter(|_| *value == JsonEvent::StartArray);
             }
             (2, value) => {
                 quotas.extend(case.end());
-                case.is_open = matches!(value, Value::Object);
+                case.is_open = *value == JsonEvent::StartObject;
             }
-            (3, Value::Text(kind)) if node.key.is_some_and(|key| key.is("type")) => {
-                case.kind = Some(kind);
+            (3, JsonEvent::String(kind)) if node.key.as_deref() == Some("type") => {
+                case.kind = Some(kind.clone());
             }
             (3, _) => {
                 let reset = Some("estimated_time_to_regain_access");
@@ -92,25 +91,25 @@ pub(super) fn business(here: &Here<'_, '_>, quotas: &mut Drafts) {
 /// The last use case of a business.
 #[derive(Debug, Default)]
 struct UseCase<'a> {
-    in_object: bool,
-    owner: Option<Str<'a>>,
+    owner: Option<Cow<'a, str>>,
     is_open: bool,
-    kind: Option<Str<'a>>,
+    kind: Option<Cow<'a, str>>,
     usage: MetaUsage,
 }
 
 impl UseCase<'_> {
     /// Returns the quota of the case, if there is one, and forgets the case but for its owner.
-    fn end(&mut self) -> Option<Draft> {
+    fn end(&mut self) -> Option<ObservedQuota> {
         let usage = std::mem::take(&mut self.usage);
         let kind = self.kind.take();
-        let owner = self.owner.filter(|_| std::mem::take(&mut self.is_open))?;
-        let kind = kind
-            .into_iter()
-            .flat_map(|kind| ":".chars().chain(kind.chars()));
-        let name: Text = owner.chars().chain(kind).collect();
-        let draft = usage.draft(Some(name).filter(|name| *name != Text::EMPTY))?;
+        let is_open = std::mem::take(&mut self.is_open);
+        let owner = self.owner.as_deref().filter(|_| is_open)?;
+        let name = match kind {
+            Some(kind) => &[owner, ":", &kind].concat(),
+            None => owner,
+        };
+        let draft = usage.draft(name)?;
         let remaining = usage.reset.map_or(draft.remaining, |_| Some(0));
-        Some(Draft { remaining, ..draft })
+        Some(ObservedQuota { remaining, ..draft })
     }
 }

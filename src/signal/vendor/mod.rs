@@ -4,8 +4,8 @@
 //! To add a format, add a row, and a recorded response to its tests. The page of headers is made
 //! from the table.
 
-use super::draft::{Draft, Drafts};
 use super::generic::lines::{Lines, split};
+use super::observed::{Drafts, ObservedQuota};
 use super::parse::number::Count;
 use super::parse::time::Base;
 
@@ -72,22 +72,15 @@ pub(super) const ROWS: &[Row] = &[
     },
     Row {
         sender: "Auth0",
-        headers: &["x-quota-client-limit", "auth0-quota-client-limit"],
-        form: Own("`b=per_hour;q=10;r=9;t=774, …`", |here, quotas| {
-            forms::auth0(here, "client", quotas)
-        }),
-    },
-    Row {
-        sender: "Auth0",
         headers: &[
+            "x-quota-client-limit",
+            "auth0-quota-client-limit",
             "x-quota-organization-limit",
             "x-quota-organisation-limit",
             "auth0-quota-organization-limit",
             "auth0-quota-organisation-limit",
         ],
-        form: Own("`b=per_hour;q=10;r=9;t=774, …`", |here, quotas| {
-            forms::auth0(here, "organization", quotas)
-        }),
+        form: Own("`b=per_hour;q=10;r=9;t=774, …`", forms::auth0),
     },
     Row {
         sender: "Azure Resource Manager",
@@ -96,31 +89,16 @@ pub(super) const ROWS: &[Row] = &[
     },
     Row {
         sender: "Binance",
-        headers: &["x-mbx-used-weight*"],
-        form: Own("used weight; a window from `-1m`", |here, quotas| {
-            forms::binance(here, "used-weight", "weight", quotas)
-        }),
-    },
-    Row {
-        sender: "Binance",
-        headers: &["x-mbx-order-count*"],
-        form: Own("orders; a window from `-10s`", |here, quotas| {
-            forms::binance(here, "order-count", "orders", quotas)
-        }),
-    },
-    Row {
-        sender: "Binance",
-        headers: &["x-sapi-used-ip-weight*"],
-        form: Own("used weight; a window from `-1m`", |here, quotas| {
-            forms::binance(here, "ip-weight", "weight", quotas)
-        }),
-    },
-    Row {
-        sender: "Binance",
-        headers: &["x-sapi-used-uid-weight*"],
-        form: Own("used weight; a window from `-1m`", |here, quotas| {
-            forms::binance(here, "uid-weight", "weight", quotas)
-        }),
+        headers: &[
+            "x-mbx-used-weight*",
+            "x-mbx-order-count*",
+            "x-sapi-used-ip-weight*",
+            "x-sapi-used-uid-weight*",
+        ],
+        form: Own(
+            "used weight, or orders; a window from `-1m`",
+            forms::binance,
+        ),
     },
     Row {
         sender: "Bybit",
@@ -227,30 +205,18 @@ pub(super) const ROWS: &[Row] = &[
     },
 ];
 
-/// The rows that have lines: one bit for each.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Present(u64);
-
-const _: () = assert!(ROWS.len() <= 64, "a bit for each row");
-
-impl Present {
-    /// Marks the row of a header. Returns whether there is one.
-    pub(super) fn mark(&mut self, name: &str) -> bool {
-        let row = ROWS
-            .iter()
-            .position(|row| row.headers.iter().any(|header| is(header, name)));
-        self.0 |= row.map_or(0, |row| 1 << row);
-        row.is_some()
-    }
+/// Returns whether a row has the header.
+pub(super) fn has(name: &str) -> bool {
+    ROWS.iter().any(|row| row.has(name))
 }
 
 /// Reads the rows that have lines.
-pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mut Drafts) {
-    for (place, row) in ROWS.iter().enumerate() {
-        if present.0 & 1 << place == 0 {
+pub(super) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) {
+    for row in ROWS {
+        let here = Here { row, lines, base };
+        if here.first().is_none() {
             continue;
         }
-        let here = Here { row, lines, base };
         match &row.form {
             Fields(name, window, fields) => quotas.extend(here.fields(name, *window, fields)),
             Own(_, read) => read(&here, quotas),
@@ -258,22 +224,22 @@ pub(super) fn read(lines: &Lines<'_>, present: Present, base: &Base, quotas: &mu
     }
 }
 
-/// Returns whether the name matches the header, or starts with its prefix.
-fn is(header: &str, name: &str) -> bool {
-    header
-        .strip_suffix('*')
-        .map_or(header == name, |start| name.starts_with(start))
+impl Row {
+    fn has(&self, name: &str) -> bool {
+        let is_it = |header: &&str| match header.strip_suffix('*') {
+            Some(start) => name.starts_with(start),
+            None => *header == name,
+        };
+        self.headers.iter().any(is_it)
+    }
 }
 
 impl<'a> Here<'_, 'a> {
     /// Returns the lines of this row: names and values.
     fn all(&self) -> impl Iterator<Item = (&'a str, &'a str)> {
-        let headers = self.row.headers;
-        let ours = move |name: &str| headers.iter().any(|header| is(header, name));
-        self.lines
-            .iter()
-            .filter(move |line| ours(line.name))
-            .map(|line| (line.name, line.value))
+        let row = self.row;
+        let ours = self.lines.iter().filter(|line| row.has(line.name));
+        ours.map(|line| (line.name, line.value))
     }
 
     /// Returns the value of the first line of this row.
@@ -286,10 +252,10 @@ impl<'a> Here<'_, 'a> {
         self.all().flat_map(|(_, value)| split(value, ','))
     }
 
-    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Option<Draft> {
-        let draft = Draft {
+    fn fields(&self, name: &str, window: u64, fields: &[Field]) -> Option<ObservedQuota> {
+        let draft = ObservedQuota {
             window: (window > 0).then_some(window),
-            ..Draft::named(name)
+            ..ObservedQuota::named(name)
         };
         let values = [Limit, Remaining, Reset].map(|wanted| {
             let place = fields.iter().position(|field| *field == wanted)?;
@@ -300,17 +266,17 @@ impl<'a> Here<'_, 'a> {
 
     /// Adds the limit, what remains and the reset to a quota. Returns `None` if the limit is
     /// negative, which means that there is none.
-    fn quota(&self, draft: Draft, values: [Option<&str>; 3]) -> Option<Draft> {
+    fn quota(&self, draft: ObservedQuota, values: [Option<&str>; 3]) -> Option<ObservedQuota> {
         let [limit, remaining, reset] = values;
         let limit = match limit.and_then(Count::read) {
             Some(Count::Negative) => return None,
             limit => limit.and_then(Count::known),
         };
         let remaining = remaining.and_then(Count::read);
-        Some(Draft {
+        Some(ObservedQuota {
             limit,
             remaining: remaining.and_then(|remaining| remaining.left_of(limit)),
-            reset: reset.and_then(|reset| self.base.read(reset)),
+            reset_after: reset.and_then(|reset| self.base.read(reset)),
             ..draft
         })
     }
