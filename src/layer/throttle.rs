@@ -13,9 +13,10 @@ use super::body::InFlight;
 use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::retrying::RetryingThrottleLayer;
-use super::seam::{Admission, Departure, Gate, show_wait, take_call};
+use super::seam::{Departure, Gate, show_wait, take_call};
 use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
 use super::throttle_builder::AdaptiveThrottleBuilder;
+use crate::admission::Admission;
 use crate::clock;
 use crate::error::Limited;
 use crate::events::WaitSpan;
@@ -26,7 +27,7 @@ use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
 use crate::store::Refusal;
 use crate::suspicion::is_any_suspected;
-use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
+use crate::throttle::{PaceWait, Throttle, ThrottlePermit};
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
 /// learn.
@@ -203,7 +204,7 @@ impl Gate for AdaptiveThrottleLayer {
             self.throttle.name_key(key, &name);
         }
         match begun {
-            Begun::Leaves(mut permit) => {
+            Admission::Go(mut permit) => {
                 if self.extractors.policy.error_on_limit() {
                     permit = permit.named(label());
                 }
@@ -214,13 +215,13 @@ impl Gate for AdaptiveThrottleLayer {
                     deadline,
                 })
             }
-            Begun::Waits(wait) => Admission::Wait(AtThrottle {
+            Admission::Wait(wait) => Admission::Wait(AtThrottle {
                 span: Some(wait_span(&wait)),
-                state: Box::new(wait),
+                state: wait,
                 host,
                 deadline,
             }),
-            Begun::Limited(limited) => Admission::No(limited),
+            Admission::No(limited) => Admission::No(limited),
         }
     }
 
@@ -241,7 +242,7 @@ impl Gate for AdaptiveThrottleLayer {
     fn send(mut turn: Turn, waiting: &mut Self::Wait) -> Result<Option<Self::Call>, Limited> {
         let permit = turn.0.take().expect("only the drop takes the permit");
         match permit.leave_or_wait(waiting.deadline) {
-            Ok(mut permit) => {
+            Admission::Go(mut permit) => {
                 permit.left();
                 waiting.span = None;
                 Ok(Some(AtThrottle {
@@ -251,11 +252,11 @@ impl Gate for AdaptiveThrottleLayer {
                     deadline: waiting.deadline,
                 }))
             }
-            Err(Back::Waits(wait)) => {
+            Admission::Wait(wait) => {
                 waiting.state = wait;
                 Ok(None)
             }
-            Err(Back::Ended(limited)) => Err(limited),
+            Admission::No(limited) => Err(limited),
         }
     }
 
@@ -289,7 +290,7 @@ impl Gate for AdaptiveThrottleLayer {
         let (signal, status) = policy.read(permit.key(), host, response, arrived);
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
-                Some(Back::Waits(wait)) => {
+                Ok(Some(wait)) => {
                     let wait = AtThrottle {
                         span: Some(wait_span(&wait)),
                         state: wait,
@@ -298,8 +299,8 @@ impl Gate for AdaptiveThrottleLayer {
                     };
                     return Departure::Retry(wait, repeat);
                 }
-                Some(Back::Ended(limited)) => Some(limited),
-                None => None,
+                Ok(None) => None,
+                Err(limited) => Some(limited),
             },
             None => permit.answered_at(&signal, status, arrived),
         };

@@ -132,7 +132,7 @@ pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
-pub(crate) use start::{Started, slow as start_slow};
+pub(crate) use start::slow as start_slow;
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use suspect::Suspect;
 pub(crate) use taken::Taken;

@@ -69,6 +69,7 @@ use self::event_log::LogMark;
 use self::pace_state::LONGEST_HOLD;
 use self::sync_task::SyncTask;
 use self::waiters::{Arrival, Waiters};
+use crate::admission::Admission;
 use crate::clock::{self, Timer};
 use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
@@ -85,8 +86,8 @@ use crate::wakers::Wakers;
 pub(crate) use engine::ThrottleSettings;
 #[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
+pub(crate) use permit::PaceWait;
 pub use permit::ThrottlePermit;
-pub(crate) use permit::{Back, PaceWait};
 
 /// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests
 /// that are not HTTP. Clones share what they learn.
@@ -118,16 +119,6 @@ pub struct Throttle {
     core: Arc<ThrottleCore>,
 }
 
-/// What the throttle decides on a request that arrives.
-pub(crate) enum Begun {
-    /// It may be sent now.
-    Leaves(ThrottlePermit),
-    /// It waits for its turn.
-    Waits(PaceWait),
-    /// It is refused.
-    Limited(Limited),
-}
-
 impl Throttle {
     pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
         Ok(Throttle {
@@ -157,19 +148,19 @@ impl Throttle {
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
         match self.begin(key, None, None, || self.label(key, None)) {
-            Begun::Leaves(permit) => Ok(permit),
-            Begun::Waits(mut wait) => loop {
+            Admission::Go(permit) => Ok(permit),
+            Admission::Wait(mut wait) => loop {
                 // The key may have been put on hold since its turn.
                 match wait.await?.leave_or_wait(None) {
-                    Ok(mut permit) => {
+                    Admission::Go(mut permit) => {
                         permit.left();
                         return Ok(permit);
                     }
-                    Err(Back::Waits(again)) => wait = *again,
-                    Err(Back::Ended(limited)) => return Err(limited),
+                    Admission::Wait(again) => wait = again,
+                    Admission::No(limited) => return Err(limited),
                 }
             },
-            Begun::Limited(limited) => Err(limited),
+            Admission::No(limited) => Err(limited),
         }
     }
 
@@ -413,7 +404,7 @@ impl Throttle {
         kind: Option<Key>,
         deadline: Option<Instant>,
         label: impl FnOnce() -> Label,
-    ) -> Begun {
+    ) -> Admission<ThrottlePermit, Box<PaceWait>> {
         let now = clock::now();
         let settings = &self.core.settings;
         let bound = WaitBound::new(deadline, now, settings.max_wait, Duration::ZERO);
@@ -432,7 +423,7 @@ impl Throttle {
                 self.core.find(key, |waiters| waiters.counts.pass(1));
                 let core = self.core.clone();
                 let permit = ThrottlePermit::new(core, key, flight, None, bound);
-                return Begun::Leaves(permit.of_kind(kind));
+                return Admission::Go(permit.of_kind(kind));
             }
             Ok(Arrival::Waits(number)) => {
                 let (core, label, queued) = (self.core.clone(), label(), self.waiting(key));
@@ -445,7 +436,7 @@ impl Throttle {
                     now,
                     bound,
                 );
-                return Begun::Waits(wait.of_kind(kind));
+                return Admission::Wait(Box::new(wait.of_kind(kind)));
             }
             Ok(Arrival::TooLate(late)) => late.refused(bound, now),
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), Refusal::NEVER),
@@ -462,10 +453,10 @@ impl Throttle {
         label: Label,
         refusal: Refusal,
         now: Instant,
-    ) -> Begun {
+    ) -> Admission<ThrottlePermit, Box<PaceWait>> {
         let limited = RefusedRequest::of_pace(label, now, 0).refuse(reason, refusal, now);
         self.core.refused(key, &limited);
-        Begun::Limited(limited)
+        Admission::No(limited)
     }
 
     /// Returns the error of a request without a key.

@@ -13,6 +13,7 @@ use super::counting;
 use super::engine::ThrottleCore;
 use super::paced_queue::Flight;
 use super::waiters::{Ended, TurnAnswer, TurnTooLate, Waiters};
+use crate::admission::Admission;
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -101,14 +102,6 @@ impl TurnWaited {
     }
 }
 
-/// What happens to a request that the upstream refused.
-pub(crate) enum Back {
-    /// It waits in its old place.
-    Waits(Box<PaceWait>),
-    /// It ends with this error: it has no time to wait, or may not be sent again.
-    Ended(Limited),
-}
-
 impl ThrottlePermit {
     pub(super) fn new(
         core: Arc<ThrottleCore>,
@@ -172,20 +165,21 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         now: Instant,
     ) -> Option<Limited> {
-        match self.end(signal, status, None, now) {
-            Some(Back::Ended(limited)) => Some(limited),
-            _ => None,
-        }
+        self.end(signal, status, None, now).err()
     }
 
-    /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. A refused request
-    /// waits in its old place if it can leave in time.
+    /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. If the upstream refused the request, and it
+    /// can be sent again in time, returns its wait in its old place.
+    ///
+    /// # Errors
+    ///
+    /// That of the refusal, if the request has no time to wait, or may not be sent again.
     pub(crate) fn answered_or_back(
         mut self,
         signal: &Signal,
         status: Option<StatusCode>,
         now: Instant,
-    ) -> Option<Back> {
+    ) -> Result<Option<Box<PaceWait>>, Limited> {
         let latest = self.bound.latest;
         self.end(signal, status, Some(latest), now)
     }
@@ -225,8 +219,10 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         back_until: Option<Instant>,
         now: Instant,
-    ) -> Option<Back> {
-        let sent = self.flight.as_ref()?.sent();
+    ) -> Result<Option<Box<PaceWait>>, Limited> {
+        let Some(sent) = self.flight.as_ref().map(Flight::sent) else {
+            return Ok(None);
+        };
         let status = status.or(signal.refusal());
         if guarded::may_be_bad(status)
             && let (Some(status), Some(guard)) = (status, &self.core.settings.guard)
@@ -236,7 +232,9 @@ impl ThrottlePermit {
             guard.clone().answered(gate, self.key, sent);
         }
         // The functions of the user that the guard calls may panic: then the request ends with the permit.
-        let flight = self.flight.take()?;
+        let Some(flight) = self.flight.take() else {
+            return Ok(None);
+        };
         let back_until = back_until.filter(|_| !self.core.tally().is_draining());
         let waited = self.waited.as_ref();
         let answer = TurnAnswer {
@@ -269,7 +267,9 @@ impl ThrottlePermit {
         if let Some(left) = held.and_then(|until| until.checked_duration_since(now)) {
             counting::held_by(&self.core, self.key, signal, left);
         }
-        let (status, label, span, turns, back) = refused?;
+        let Some((status, label, span, turns, back)) = refused else {
+            return Ok(None);
+        };
         events::upstream_limited(
             Some(self.core.tally()),
             &label,
@@ -277,12 +277,11 @@ impl ThrottlePermit {
             signal.retry_after(),
         );
         if back.is_some() {
-            return back.map(Back::Waits);
+            return Ok(back);
         }
         let since = now.checked_sub(span).unwrap_or(now);
         let request = RefusedRequest::of_pace(label, since, turns);
-        let limited = request.refused_upstream(status, signal.retry_after(), now);
-        Some(Back::Ended(limited))
+        Err(request.refused_upstream(status, signal.retry_after(), now))
     }
 
     /// Counts the request, which leaves now.
@@ -296,7 +295,10 @@ impl ThrottlePermit {
 
     /// Looks whether the request may still leave, some time after its turn. During a hold it gives up its turn
     /// and returns to its old place. It ends if its `deadline` or that of a drain has passed.
-    pub(crate) fn leave_or_wait(mut self, deadline: Option<Instant>) -> Result<Self, Back> {
+    pub(crate) fn leave_or_wait(
+        mut self,
+        deadline: Option<Instant>,
+    ) -> Admission<Self, Box<PaceWait>> {
         let now = clock::now();
         let has_passed = |by: Option<Instant>| by.is_some_and(|by| by < now);
         let reason = if has_passed(deadline) {
@@ -309,7 +311,7 @@ impl ThrottlePermit {
         let held = self.core.find(self.key, |waiters| waiters.held(now));
         let is_held = held.flatten().is_some();
         let Some(flight) = self.flight.take_if(|_| is_held || reason.is_some()) else {
-            return Ok(self);
+            return Admission::Go(self);
         };
         self.core.tally().give_back(1);
         let (number, latest) = (flight.number, self.bound.latest);
@@ -319,10 +321,10 @@ impl ThrottlePermit {
             None => waiters.wait_again(flight, latest, now, wakers),
         });
         let mut waited = self.take_waited(arrived);
-        Err(match reason {
-            Some(reason) => Back::Ended(waited.end(&self.core, reason, Refusal::NEVER, now)),
-            None => Back::Waits(self.waits_again(number, waited)),
-        })
+        match reason {
+            Some(reason) => Admission::No(waited.end(&self.core, reason, Refusal::NEVER, now)),
+            None => Admission::Wait(self.waits_again(number, waited)),
+        }
     }
 
     /// Ends the permit of a request that was certainly not sent. The next request may leave in its
