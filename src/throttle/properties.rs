@@ -8,7 +8,7 @@ use http::StatusCode;
 use proptest::prelude::*;
 
 use super::paced_queue::*;
-use super::{Throttle, ThrottleSettings};
+use super::{PaceEntry, Throttle, ThrottleSettings};
 use crate::admission::Admission;
 use crate::clock;
 use crate::key::Key;
@@ -279,7 +279,7 @@ async fn call(
         }
     };
     let mut waits = waiting(number);
-    let mut permit = match throttle.begin(key, None, None, || "law".into()) {
+    let mut permit = match throttle.begin(PaceEntry::new(key), || "law".into()) {
         Admission::Go(permit) => permit,
         Admission::Wait(wait) => wait.await.expect("it can wait for long"),
         Admission::No(limited) => panic!("{limited}"),
