@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
-use super::admission;
 use super::joint::{self, JointRefusal, JointSet, RefusalCause};
 use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
+use super::no_slot;
 use super::part::{Costs, Part, PartRef};
 use super::probe::Probe;
 use super::queue::Number;
@@ -303,7 +303,7 @@ fn settled_of_key(
             });
         }
         Settled::Refused(refusal) => {
-            admission::refused(part, place.costs[0], place.bound.reason(), refusal)
+            no_slot::refused(part, place.costs[0], place.bound.reason(), refusal)
         }
         Settled::QueueFull => return Err(Stopped::queue_full(0, core.settings.max_queue)),
         Settled::Failed(error) => Why::failed(error),
@@ -317,7 +317,7 @@ fn refused_by_set(set: &JointSet, place: &LinePlace, refusal: JointRefusal) -> S
     let why = match cause {
         RefusalCause::Refused(refusal) => {
             let reason = place.bound.reason();
-            admission::refused(&set.parts[part], place.costs[part], reason, refusal)
+            no_slot::refused(&set.parts[part], place.costs[part], reason, refusal)
         }
         RefusalCause::Failed(error) => Why::failed(error),
     };

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::found::Found;
 use crate::clock;
 use crate::error::{Reason, StoreError};
-use crate::limiter::admission;
 use crate::limiter::explanation::{Because, Verdict};
+use crate::limiter::no_slot;
 use crate::limiter::part::NewPart;
 use crate::limiter::reservation::Settled;
 use crate::quota::Limit;
@@ -89,7 +89,7 @@ impl KeyCase<'_> {
         }
         let largest = self.found.largest_cost();
         let largest = largest.unwrap_or_else(|| self.part.largest_cost());
-        if let Some(reason) = admission::cost_above_limit(core, entry.cost, largest) {
+        if let Some(reason) = no_slot::cost_above_limit(core, entry.cost, largest) {
             return Some(refused(reason));
         }
         if !self.has_room() {

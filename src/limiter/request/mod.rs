@@ -28,12 +28,12 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::admission;
 use super::around;
 use super::explanation::Because;
 use super::in_flight_slot;
 use super::limited::{Stopped, Why};
 use super::line::{LinePlace, RequestLine};
+use super::no_slot;
 use super::part::{self, Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
@@ -128,7 +128,7 @@ impl Request {
     pub(super) fn enter(&mut self, now: Instant) -> Poll<Result<Leaving, Stopped>> {
         let parts = self.line.parts().iter().zip(&mut self.place.costs);
         for (index, (Part { core, key, .. }, cost)) in parts.enumerate() {
-            match admission::awaited_cost(core, *key, *cost) {
+            match no_slot::awaited_cost(core, *key, *cost) {
                 Ok(awaited) => {
                     self.awaits_whole_limit |= awaited < *cost;
                     *cost = awaited;
