@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::engine::Core;
 use super::in_flight::KeyCalls;
 use super::limited::RefusedRequest;
-use super::reservation::Settled;
+use super::reservation::NoSlot;
 use super::settings::OnStoreError;
 use crate::clock;
 use crate::error::{Limited, StoreError};
@@ -127,7 +127,7 @@ pub(super) fn enter(
     impatient: bool,
     max_queue: Option<usize>,
     now: Instant,
-) -> Result<Option<Settled<Number>>, Full> {
+) -> Result<Option<Result<Number, NoSlot>>, Full> {
     let Some(in_flight) = &core.in_flight else {
         return Ok(None);
     };
@@ -144,7 +144,7 @@ pub(super) fn enter(
     core.claim(entered.claim);
     look_later(core, key, entered.begins_to_look);
     if entered.done {
-        return Ok(Some(Settled::QueueFull));
+        return Ok(Some(Err(NoSlot::QueueFull)));
     }
     Ok(in_flight
         .with(key, |calls| calls.collect(number, now))
@@ -159,7 +159,7 @@ pub(super) fn poll(
     until: Instant,
     now: Instant,
     cx: &mut Context<'_>,
-) -> Poll<Settled<Number>> {
+) -> Poll<Result<Number, NoSlot>> {
     let polled = with_calls(core, core.whole(key), |calls, wakers| {
         calls.poll(number, until, now, cx, wakers)
     });
@@ -169,9 +169,9 @@ pub(super) fn poll(
         None if now < until => match enter(core, key, number, false, None, now) {
             Ok(Some(settled)) => Poll::Ready(settled),
             Ok(None) => poll(core, key, number, until, now, cx),
-            Err(Full) => Poll::Ready(Settled::Failed(core.full())),
+            Err(Full) => Poll::Ready(Err(NoSlot::Failed(core.full()))),
         },
-        None => Poll::Ready(Settled::Refused(Refusal::NEVER)),
+        None => Poll::Ready(Err(NoSlot::NEVER)),
     }
 }
 

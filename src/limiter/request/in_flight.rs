@@ -12,7 +12,7 @@ use crate::limiter::limited::{Stopped, Why};
 use crate::limiter::line::LinePlace;
 use crate::limiter::part::{Part, PartRef};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::Settled;
+use crate::limiter::reservation::NoSlot;
 use crate::wait_queue::{WaitBound, answer_by};
 
 /// What a request has of a limit of calls in flight.
@@ -173,20 +173,20 @@ fn grant_of(
     parts: &[Part],
     part: usize,
     bound: WaitBound,
-    settled: Settled<Number>,
+    settled: Result<Number, NoSlot>,
 ) -> Result<InFlightGrant, Stopped> {
     let Part { core, key, .. } = &parts[part];
     let why = match settled {
-        Settled::Granted(number) => {
+        Ok(number) => {
             let slot = InFlightSlot::new(core.clone(), *key, number);
             return Ok(InFlightGrant::Slot(slot));
         }
-        Settled::Failed(error) if core.fails_open_on(&error) => {
+        Err(NoSlot::Failed(error)) if core.fails_open_on(&error) => {
             return Ok(InFlightGrant::Uncounted);
         }
-        Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
-        Settled::QueueFull => queue_full(&parts[part]),
-        Settled::Refused(_) => {
+        Err(NoSlot::Failed(error) | NoSlot::Uncounted(error, _)) => Why::Failed(error),
+        Err(NoSlot::QueueFull) => queue_full(&parts[part]),
+        Err(NoSlot::Refused(_)) => {
             let reason = bound.reason();
             Why::Refused(reason, in_flight_slot::refusal(core, *key))
         }
