@@ -75,11 +75,16 @@ impl InFlightSlot {
     /// Ready when the store may have granted the slot to another call: then this call has to end.
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
+        self.poll_lost_slot(cx)
+            .map(|_| StoreError::InFlightSlotLost)
+    }
+
+    /// Ready with the first slot of the call that is lost.
+    fn poll_lost_slot(&self, cx: &Context<'_>) -> Poll<&TakenSlot> {
         let poll_lost = |calls: &mut KeyCalls, slot| calls.poll_lost(slot, cx);
         let lost = self.0.guarded(poll_lost).unwrap_or(Poll::Pending);
-        let lost = lost.map(|()| StoreError::InFlightSlotLost);
-        let others = self.0.others.iter().map(|other| other.poll_lost(cx));
-        std::iter::once(lost)
+        let others = self.0.others.iter().map(|other| other.poll_lost_slot(cx));
+        std::iter::once(lost.map(|()| &*self.0))
             .chain(others)
             .find(Poll::is_ready)
             .unwrap_or(Poll::Pending)
@@ -87,11 +92,10 @@ impl InFlightSlot {
 
     /// The same as [`poll_lost`](InFlightSlot::poll_lost), with the error of the call.
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
-        self.poll_lost(cx).map(|source| {
+        self.poll_lost_slot(cx).map(|TakenSlot { core, key, .. }| {
             let now = clock::now();
-            let TakenSlot { core, key, .. } = &*self.0;
             let call = RefusedRequest::of_key(core, *key, now);
-            let limited = call.fail(source, now);
+            let limited = call.fail(StoreError::InFlightSlotLost, now);
             events::limited(&core.settings.tally, &limited);
             limited
         })
