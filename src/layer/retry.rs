@@ -283,7 +283,7 @@ mod of_reqwest_retry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{ErrorFacts, LimitedInfo};
+    use crate::error::{ErrorFacts, LimitName, LimitedInfo};
 
     #[test]
     fn refusals_of_a_drained_limiter_are_not_retried() {
@@ -291,10 +291,7 @@ mod tests {
             reason,
             report: LimitedInfo::new(ErrorFacts {
                 key: "all".into(),
-                name: None,
-                route: None,
-                unit: None,
-                class: None,
+                limit_name: LimitName::default(),
                 limit: None,
                 retry_after: None,
                 at: std::time::SystemTime::UNIX_EPOCH,

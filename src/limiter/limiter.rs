@@ -31,11 +31,10 @@ use crate::admission::Admission;
 use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
-use crate::error::{Limited, Reason, StoreError};
+use crate::error::{LimitName, Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
-use crate::refused::LimitName;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 

@@ -26,11 +26,11 @@ use super::split_signal::{SignalKey, split};
 use super::waited::Waited;
 use crate::clock;
 use crate::cost::Cost;
-use crate::error::{ErrorFacts, Limited, LimitedInfo, StoreError};
+use crate::error::{LimitName, Limited, StoreError};
 use crate::events;
 use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
-use crate::refused::LimitName;
+use crate::refused::RefusedRequest;
 use crate::signal::Signal;
 
 /// A request that was sent and has no response yet. [`Permit::begin`](crate::Permit::begin) returns it.
@@ -423,20 +423,18 @@ impl Sent {
         let retry_after = signal.retry_after();
         let tally = core.as_ref().map(|core| &core.settings.tally);
         events::upstream_limited(tally, &label, status, retry_after);
-        let at = clock::wall(clock::now());
-        let report = LimitedInfo::new(ErrorFacts {
-            key: label,
-            name: limit.name,
-            route: limit.route,
-            unit: None,
-            class: limit.class,
-            limit: None,
-            retry_after,
-            at,
-            waited: wait.waited,
+        let now = clock::now();
+        let request = RefusedRequest {
+            label,
+            // No limit of ours has refused it, so the error counts no unit of one.
+            limit: LimitName {
+                unit: None,
+                ..limit
+            },
+            since: now.checked_sub(wait.waited).unwrap_or(now),
             turns: wait.turns,
-        });
-        Limited::Upstream { status, report }
+        };
+        request.refused_upstream(status, retry_after, now)
     }
 }
 
