@@ -14,7 +14,8 @@ use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::limiter::slots::Slots;
-use crate::limiter::store_call::{StoreCall, UnlessLost};
+use crate::limiter::store_call::StoreCall;
+use crate::limiter::tasks::unless_lost;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::{ANSWER, WaitBound};
 
@@ -28,13 +29,13 @@ const REST: Duration = Duration::from_millis(10);
 pub(super) fn begin(set: &Arc<JointSet>) {
     if let Some(first) = set.parts.first() {
         let of_lost = set.clone();
-        let unless_lost = UnlessLost::new(move || of_lost.booking_lost());
-        first.core.start(book(set.clone(), unless_lost));
+        let book = unless_lost(book(set.clone()), move || of_lost.booking_lost());
+        first.core.start(book);
     }
 }
 
-/// Books for a set. If it is dropped before its end, another task begins.
-async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
+/// Books for a set.
+async fn book(set: Arc<JointSet>) {
     while let Some(mut wanted) = set.next_wanted() {
         let outcome = match set.settles() {
             true => book_near(&set, &mut wanted).await,
@@ -42,7 +43,6 @@ async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
         };
         set.booked(&wanted, outcome);
     }
-    unless_lost.end();
 }
 
 /// Searches for a joint slot that is near, again and again: see [`near_booking`].
