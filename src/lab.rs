@@ -7,7 +7,7 @@ use crate::quota::Quota;
 use crate::rng;
 use crate::signal::{ResponseInfo, Signal};
 use crate::store::{self, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store, StoreReply};
-use crate::throttle::{self, Back, ThrottlePermit};
+use crate::throttle::{self, ThrottlePermit};
 use crate::wait_queue::Number;
 
 pub use crate::clock::laboratory::begin as begin_clock;
@@ -83,13 +83,9 @@ pub fn answered_or_back(
     signal: &Signal,
     arrived: Instant,
 ) -> Option<impl Future<Output = Result<ThrottlePermit, Limited>> + Send> {
-    let back = permit.answered_or_back(signal, None, arrived)?;
-    Some(async {
-        match back {
-            Back::Waits(wait) => wait.await,
-            Back::Ended(limited) => Err(limited),
-        }
-    })
+    let back = permit.answered_or_back(signal, None, arrived);
+    let back = back.transpose()?;
+    Some(async { back?.await })
 }
 
 /// Reads the signal of a response that arrived at `arrived`.

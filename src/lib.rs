@@ -178,6 +178,7 @@
 #[doc(hidden)]
 #[path = "lab.rs"]
 pub mod __lab;
+mod admission;
 pub mod blocking;
 mod clock;
 mod config_error;

@@ -1,12 +1,11 @@
 //! A request that is refused, and its error. Its caller counts and reports it.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
 use crate::clock;
-use crate::error::{ErrorFacts, Limited, LimitedInfo, Reason, StoreError};
+use crate::error::{ErrorFacts, LimitName, Limited, LimitedInfo, Reason, StoreError};
 use crate::key::Label;
 use crate::store::Refusal;
 
@@ -14,19 +13,6 @@ use crate::store::Refusal;
 ///
 /// Without it, a caller that retries at once after each refusal would spin.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
-
-/// What the error of a request calls its limit.
-#[derive(Default)]
-pub(crate) struct LimitName {
-    /// The name of the limit, if it has one.
-    pub(crate) name: Option<&'static str>,
-    /// The pattern of the route whose quota it is, if it is that of a route.
-    pub(crate) route: Option<Arc<str>>,
-    /// What the limit counts. `None` for requests.
-    pub(crate) unit: Option<&'static str>,
-    /// The class whose share it is, if the quota is divided.
-    pub(crate) class: Option<&'static str>,
-}
 
 /// What is known about a request when it is refused.
 pub(crate) struct RefusedRequest {
@@ -91,10 +77,7 @@ impl RefusedRequest {
     fn report(self, refusal: Refusal, now: Instant) -> LimitedInfo {
         LimitedInfo::new(ErrorFacts {
             key: self.label,
-            name: self.limit.name,
-            route: self.limit.route,
-            unit: self.limit.unit,
-            class: self.limit.class,
+            limit_name: self.limit,
             limit: refusal.limit,
             retry_after: refusal.wait,
             at: clock::wall(now),

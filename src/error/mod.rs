@@ -24,8 +24,8 @@ use crate::cost::Cost;
     allow(unused_imports)
 )]
 pub(crate) use as_error::AsError;
-pub(crate) use report::ErrorFacts;
 pub use report::LimitedInfo;
+pub(crate) use report::{ErrorFacts, LimitName};
 pub use store::StoreError;
 
 /// An error of any type.
@@ -429,10 +429,7 @@ mod tests {
             reason: Reason::Deadline,
             report: LimitedInfo::new(ErrorFacts {
                 key: "api.example.com".into(),
-                name: None,
-                route: None,
-                unit: None,
-                class: None,
+                limit_name: LimitName::default(),
                 limit: Some(Limit::Sliding {
                     count: 50,
                     window: Duration::from_secs(1),

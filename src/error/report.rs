@@ -19,6 +19,18 @@ pub struct LimitedInfo(Box<ErrorFacts>);
 #[derive(Clone, Debug)]
 pub(crate) struct ErrorFacts {
     pub(crate) key: Label,
+    pub(crate) limit_name: LimitName,
+    pub(crate) limit: Option<Limit>,
+    pub(crate) retry_after: Option<Duration>,
+    pub(crate) at: SystemTime,
+    pub(crate) waited: Duration,
+    pub(crate) turns: u32,
+}
+
+/// What the error of a request calls its limit.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LimitName {
+    /// The name of the limit, if it has one.
     pub(crate) name: Option<&'static str>,
     /// The pattern of the route whose quota it is, if it is that of a route.
     pub(crate) route: Option<Arc<str>>,
@@ -26,11 +38,6 @@ pub(crate) struct ErrorFacts {
     pub(crate) unit: Option<&'static str>,
     /// The class whose share it is, if the quota is divided.
     pub(crate) class: Option<&'static str>,
-    pub(crate) limit: Option<Limit>,
-    pub(crate) retry_after: Option<Duration>,
-    pub(crate) at: SystemTime,
-    pub(crate) waited: Duration,
-    pub(crate) turns: u32,
 }
 
 impl LimitedInfo {
@@ -66,19 +73,19 @@ impl LimitedInfo {
     /// [`and_per`](crate::RateLimitBuilder::and_per) or [`name`](crate::RateLimitBuilder::name) gave
     /// it one. [`key`](Self::key) is then the label of that limit's key.
     pub fn name(&self) -> Option<&str> {
-        self.0.name
+        self.0.limit_name.name
     }
 
     /// Returns the class whose [share](crate::RateLimitBuilder::share) refused the request. `None` if the
     /// quota is not divided, or if the request has no class with a share.
     pub fn class(&self) -> Option<&'static str> {
-        self.0.class
+        self.0.limit_name.class
     }
 
     /// Returns the pattern of the [route](crate::Routes) whose quota refused the request, as the table
     /// has it. `None` if it was not the quota of a route.
     pub fn route(&self) -> Option<&str> {
-        self.0.route.as_deref()
+        self.0.limit_name.route.as_deref()
     }
 
     /// Returns the limit that refused the request. It may be one that another process states for the key.
@@ -91,13 +98,13 @@ impl LimitedInfo {
     /// [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
     /// [`Quota::of`](crate::Quota::of).
     pub fn unit(&self) -> &'static str {
-        self.0.unit.unwrap_or(Cost::REQUESTS)
+        self.0.limit_name.unit.unwrap_or(Cost::REQUESTS)
     }
 
     /// Returns what the text of an error calls the limit.
     pub(super) fn shown_limit(&self) -> Option<impl fmt::Display> {
         let limit = self.0.limit?;
-        Some(limit.counting(self.0.unit))
+        Some(limit.counting(self.0.limit_name.unit))
     }
 
     /// Returns how long to wait before the next attempt, counted from the refusal.
@@ -138,14 +145,11 @@ struct Subject<'a>(&'a ErrorFacts);
 
 impl fmt::Display for Subject<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(name) = self.0.name {
-            write!(f, "{name} ")?;
-        }
-        if let Some(route) = &self.0.route {
-            write!(f, "{route} ")?;
-        }
-        if let Some(class) = self.0.class {
-            write!(f, "{class} ")?;
+        let LimitName {
+            name, route, class, ..
+        } = &self.0.limit_name;
+        for word in [*name, route.as_deref(), *class].into_iter().flatten() {
+            write!(f, "{word} ")?;
         }
         f.write_str(&self.0.key)
     }

@@ -14,8 +14,9 @@ use super::attempts::{Attempts, is_reported};
 use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_local_refusal};
-use super::seam::{Admission, Departure, Gate, show_wait, take_call};
+use super::seam::{Departure, Gate, show_wait, take_call};
 use super::service::{CloneService, RateLimit, edge};
+use crate::admission::Admission;
 use crate::clock;
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
@@ -23,8 +24,8 @@ use crate::error::{Limited, Reason};
 use crate::guarded;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef, host_names};
 use crate::limiter::{
-    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Sent, Started, Suspect,
-    Taken, Wait, is_inside_a_layer, note_pair, send_all_at_once, start_slow,
+    Admitted, Entry, InnerCall, Limiter, MOST_PARTS, PartRef, QuotaId, Sent, Suspect, Taken, Wait,
+    is_inside_a_layer, note_pair, send_all_at_once, start_slow,
 };
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
@@ -388,11 +389,8 @@ impl RateLimitLayer {
         }
         let label = || self.label(key, request);
         note_pair(&parts[0], &label);
-        match start_slow(&parts, deadline, suspect, &label) {
-            Started::Granted(taken) => Admission::Go(self.with_label(taken.sent(), key, request)),
-            Started::Waiting(wait) => Admission::Wait(wait),
-            Started::Limited(limited) => Admission::No(limited),
-        }
+        start_slow(&parts, deadline, suspect, &label)
+            .map(|taken| self.with_label(taken.sent(), key, request))
     }
 
     /// Keeps the name of the key of a request that is sent now, if a refusal may become an error.

@@ -92,10 +92,11 @@ mod middleware {
     use reqwest::{Request, Response};
     use reqwest_middleware::{Error as MiddlewareError, Middleware, Next, Result};
 
+    use crate::admission::Admission;
     use crate::error::Error;
     use crate::key::RequestRef;
     use crate::layer::body::{AtEnd, BodyLayer, BodyPlan};
-    use crate::layer::seam::{Admission, Departure, Gate};
+    use crate::layer::seam::{Departure, Gate};
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, Attempts, RateLimitLayer, RetryingThrottleLayer};
     use crate::limiter::InFlightSlot;

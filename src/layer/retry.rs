@@ -281,17 +281,14 @@ mod of_reqwest_retry {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::{ErrorFacts, LimitedInfo};
+    use crate::error::{ErrorFacts, LimitName, LimitedInfo};
 
     fn refused(reason: Reason) -> Limited {
         Limited::Local {
             reason,
             report: LimitedInfo::new(ErrorFacts {
                 key: "all".into(),
-                name: None,
-                route: None,
-                unit: None,
-                class: None,
+                limit_name: LimitName::default(),
                 limit: None,
                 retry_after: None,
                 at: std::time::SystemTime::UNIX_EPOCH,

@@ -24,6 +24,7 @@
 use std::task::{Context, Poll};
 
 use super::response_policy::ResponsePolicy;
+use crate::admission::Admission;
 use crate::error::Limited;
 use crate::key::RequestInfo;
 use crate::limiter::{InFlightSlot, InnerCall, Waited};
@@ -148,16 +149,6 @@ pub(super) fn show_wait(waited: &Waited, response: &mut impl ResponseInfo) {
 pub(super) fn take_call<C>(call: &mut Option<C>) -> C {
     call.take()
         .expect("a future is not polled after it was ready")
-}
-
-/// The gate's decision about a request.
-pub(super) enum Admission<C, W> {
-    /// The request is sent now.
-    Go(C),
-    /// The request waits for its permit.
-    Wait(W),
-    /// The request is refused.
-    No(Limited),
 }
 
 /// The gate's decision about a response.

@@ -13,8 +13,9 @@ use pin_project_lite::pin_project;
 use tower_service::Service;
 
 use super::response_policy::ResponsePolicy;
-use super::seam::{Admission, Departure, Gate};
+use super::seam::{Departure, Gate};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
+use crate::admission::Admission;
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
 use crate::limiter::{Mark, forget_panic, is_unsure};

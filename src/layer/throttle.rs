@@ -5,27 +5,26 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
-use std::time::Instant;
 
 use tower_layer::Layer;
 
 use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_local_refusal};
 use super::retrying::RetryingThrottleLayer;
-use super::seam::{Admission, Departure, Gate, show_wait, take_call};
+use super::seam::{Departure, Gate, show_wait, take_call};
 use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
 use super::throttle_builder::AdaptiveThrottleBuilder;
+use crate::admission::Admission;
 use crate::clock;
 use crate::error::Limited;
-use crate::events::WaitSpan;
-use crate::key::{HostKey, Key, RequestInfo, RequestRef};
+use crate::key::{HostKey, RequestInfo, RequestRef};
 use crate::limiter::{Because, Waited, refusal_of_throttle};
 #[cfg(doc)]
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
 use crate::store::Refusal;
 use crate::suspicion::is_any_suspected;
-use crate::throttle::{Back, Begun, PaceWait, Throttle, ThrottlePermit};
+use crate::throttle::{PaceEntry, PaceWait, Throttle, ThrottlePermit};
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
 /// learn.
@@ -125,16 +124,6 @@ impl AdaptiveThrottleLayer {
     }
 }
 
-/// A request at a throttle: it waits, or it was sent.
-pub(super) struct AtThrottle<T> {
-    state: T,
-    /// The span of its wait. `None` once it was sent.
-    span: Option<Box<WaitSpan>>,
-    /// The key of its host, if another host may answer.
-    host: Option<Key>,
-    deadline: Option<Instant>,
-}
-
 /// The turn of a request that is not sent yet.
 pub(super) struct Turn(Option<ThrottlePermit>);
 
@@ -155,16 +144,10 @@ fn show_wait_of(permit: &ThrottlePermit, response: &mut impl ResponseInfo) {
     }
 }
 
-/// Begins the span of a wait.
-fn wait_span(wait: &PaceWait) -> Box<WaitSpan> {
-    let reason = Because::Pace.name();
-    Box::new(WaitSpan::begin(&wait.label(), reason, None, None))
-}
-
 impl Gate for AdaptiveThrottleLayer {
-    type Wait = AtThrottle<Box<PaceWait>>;
+    type Wait = Box<PaceWait>;
     type Permit = Turn;
-    type Call = AtThrottle<ThrottlePermit>;
+    type Call = ThrottlePermit;
     type Admitted = Infallible;
     type Entry = ();
 
@@ -186,14 +169,19 @@ impl Gate for AdaptiveThrottleLayer {
         let Reading { key, deadline, .. } = reading;
         let reads_kind = self.reads_kinds || is_any_suspected();
         let kind = reads_kind.then(|| self.extractors.read_kind(request, 1));
-        let host = host.get_if_redirected();
+        let entry = PaceEntry {
+            key,
+            kind,
+            host: host.get_if_redirected(),
+            deadline,
+        };
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
         let begun = match refusal_of_throttle() {
             Some(reason) => {
                 self.throttle
                     .refuse(key, reason, label(), Refusal::NEVER, clock::now())
             }
-            None => self.throttle.begin(key, kind, deadline, label),
+            None => self.throttle.begin(entry, label),
         };
         if let Some(name_of) = &self.extractors.key_name
             && self.throttle.is_unnamed(key)
@@ -201,66 +189,38 @@ impl Gate for AdaptiveThrottleLayer {
         {
             self.throttle.name_key(key, &name);
         }
-        match begun {
-            Begun::Leaves(mut permit) => {
-                if self.extractors.policy.error_on_limit() {
-                    permit = permit.named(label());
-                }
-                Admission::Go(AtThrottle {
-                    state: permit,
-                    span: None,
-                    host,
-                    deadline,
-                })
-            }
-            Begun::Waits(wait) => Admission::Wait(AtThrottle {
-                span: Some(wait_span(&wait)),
-                state: Box::new(wait),
-                host,
-                deadline,
-            }),
-            Begun::Limited(limited) => Admission::No(limited),
-        }
+        begun.map(|permit| match self.extractors.policy.error_on_limit() {
+            true => permit.named(label()),
+            false => permit,
+        })
     }
 
     fn policy(&self) -> ResponsePolicy {
         self.extractors.policy.clone()
     }
 
-    fn poll_permit(waiting: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Turn, Limited>> {
-        let polled = ready!(Pin::new(&mut waiting.state).poll(cx));
-        if let (Err(limited), Some(span)) = (&polled, &mut waiting.span) {
-            span.refused(limited);
-        }
-        Poll::Ready(polled.map(|permit| Turn(Some(permit))))
+    fn poll_permit(wait: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Turn, Limited>> {
+        let permit = ready!(Pin::new(wait).poll(cx));
+        Poll::Ready(permit.map(|permit| Turn(Some(permit))))
     }
 
     /// Sends the request. The permits of a throttle do not expire, but a hold may have begun while the inner service
     /// got ready.
-    fn send(mut turn: Turn, waiting: &mut Self::Wait) -> Result<Option<Self::Call>, Limited> {
+    fn send(mut turn: Turn, wait: &mut Self::Wait) -> Result<Option<Self::Call>, Limited> {
         let permit = turn.0.take().expect("only the drop takes the permit");
-        match permit.leave_or_wait(waiting.deadline) {
-            Ok(mut permit) => {
-                permit.left();
-                waiting.span = None;
-                Ok(Some(AtThrottle {
-                    state: permit,
-                    span: None,
-                    host: waiting.host,
-                    deadline: waiting.deadline,
-                }))
-            }
-            Err(Back::Waits(wait)) => {
-                waiting.state = wait;
+        match permit.leave() {
+            Admission::Go(permit) => Ok(Some(permit)),
+            Admission::Wait(again) => {
+                *wait = again;
                 Ok(None)
             }
-            Err(Back::Ended(limited)) => Err(limited),
+            Admission::No(limited) => Err(limited),
         }
     }
 
     #[cfg(feature = "grpc")]
     fn settle(call: &Self::Call, response: &mut impl ResponseInfo, _policy: &ResponsePolicy) {
-        show_wait_of(&call.state, response);
+        show_wait_of(call, response);
     }
 
     /// Never ends: a throttle has no in-flight slots.
@@ -274,31 +234,18 @@ impl Gate for AdaptiveThrottleLayer {
         policy: &ResponsePolicy,
         repeat: Option<T>,
     ) -> Departure<Self::Wait, T> {
-        let AtThrottle {
-            state: permit,
-            host,
-            deadline,
-            ..
-        } = take_call(call);
+        let permit = take_call(call);
         if is_local_refusal(response) {
             return Departure::Pass(None);
         }
         show_wait_of(&permit, response);
         let arrived = clock::now();
-        let (signal, status) = policy.read(permit.key(), host, response, arrived);
+        let (signal, status) = policy.read(permit.key(), permit.host(), response, arrived);
         let limited = match repeat {
             Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
-                Some(Back::Waits(wait)) => {
-                    let wait = AtThrottle {
-                        span: Some(wait_span(&wait)),
-                        state: wait,
-                        host,
-                        deadline,
-                    };
-                    return Departure::Retry(wait, repeat);
-                }
-                Some(Back::Ended(limited)) => Some(limited),
-                None => None,
+                Ok(Some(wait)) => return Departure::Retry(wait, repeat),
+                Ok(None) => None,
+                Err(limited) => Some(limited),
             },
             None => permit.answered_at(&signal, status, arrived),
         };

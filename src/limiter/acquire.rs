@@ -22,9 +22,10 @@ use super::part::{MOST_PARTS, NewPart, PartRef, earliest_deadline};
 use super::permit::Permit;
 use super::quotas::QuotaId;
 use super::reservation::CountedAs;
-use super::start::{self, Started};
+use super::start;
 use super::taken::Taken;
 use super::wait::Wait;
+use crate::admission::Admission;
 use crate::blocking;
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -438,20 +439,20 @@ impl Acquire {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         let part = PartRef::new(&core, entry);
-        self.started(start::slow(&[part], entry.deadline, None, &|| {
+        self.entered(start::slow(&[part], entry.deadline, None, &|| {
             core.label(key, None)
         }))
     }
 
     /// Goes on with what a request got that has entered.
-    fn started(&mut self, started: Started) -> Poll<Result<Permit, Limited>> {
-        match started {
-            Started::Granted(taken) => {
+    fn entered(&mut self, admission: Admission<Taken, Box<Wait>>) -> Poll<Result<Permit, Limited>> {
+        match admission {
+            Admission::Go(taken) => {
                 taken.is_by_hand();
                 Poll::Ready(Ok(Permit::new(taken)))
             }
-            Started::Limited(limited) => Poll::Ready(Err(limited)),
-            Started::Waiting(wait) => {
+            Admission::No(limited) => Poll::Ready(Err(limited)),
+            Admission::Wait(wait) => {
                 self.0 = Step::Waiting(wait);
                 Poll::Pending
             }
@@ -484,12 +485,12 @@ impl Acquire {
 }
 
 /// Enters a request of several keys.
-fn enter_joint(parts: &[NewPart]) -> Started {
+fn enter_joint(parts: &[NewPart]) -> Admission<Taken, Box<Wait>> {
     let deadline = earliest_deadline(parts);
     let first = &parts[0];
     let parts: SmallVec<[PartRef<'_>; 4]> = parts.iter().map(NewPart::as_part).collect();
     match at_once::take_all_at_once(&parts, deadline) {
-        Some(taken) => Started::Granted(taken),
+        Some(taken) => Admission::Go(taken),
         None => start::slow(&parts, deadline, None, &|| {
             first.core.label(first.entry.key, None)
         }),
@@ -519,9 +520,9 @@ impl Future for Acquire {
                     }
                 }
                 Step::Units(_, parts) | Step::Joint(parts) => {
-                    let started = enter_joint(parts);
+                    let admission = enter_joint(parts);
                     self.0 = Step::Done;
-                    if let Poll::Ready(result) = self.started(started) {
+                    if let Poll::Ready(result) = self.entered(admission) {
                         return Poll::Ready(result);
                     }
                 }

@@ -16,7 +16,7 @@ use super::key_state::KeyState;
 use super::part::{self, PartRef, PerPart};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
-use super::sent::Sent;
+use super::sent::{Sent, SentPart};
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
 use crate::key::Key;
@@ -143,15 +143,12 @@ pub(crate) fn send_all_at_once(parts: &[PartRef<'_>], deadline: Option<Instant>)
         return None;
     }
     let all = parts.iter().zip(&slots);
-    let mut all = all.map(|(PartRef { core, entry }, slot)| {
-        let sent = Sent::at_once(Admitted::new(core.id, entry, now));
-        sent.with_slot(*slot, core.settings.settles)
+    let mut all = all.map(|(PartRef { core, entry }, slot)| SentPart {
+        admitted: Admitted::new(core.id, entry, now),
+        slot: slot.filter(|_| core.settings.settles),
     });
-    let mut first = all.next()?;
-    if all.len() > 0 {
-        first.join(all);
-    }
-    Some(first)
+    let first = all.next()?;
+    Some(Sent::of_all(first, all))
 }
 
 /// Takes permits that are at hand, of all parts or of none, and adds them to `slots`. Returns whether

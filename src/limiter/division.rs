@@ -10,7 +10,8 @@ use smallvec::SmallVec;
 use super::engine::Core;
 use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, Round, WholeLimits, fresh_for};
 use super::quotas::QuotaId;
-use super::store_call::{StoreCall, UnlessLost};
+use super::store_call::StoreCall;
+use super::tasks::unless_lost;
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_all;
@@ -131,23 +132,21 @@ impl Drop for OpenRound<'_> {
     }
 }
 
-/// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`. Also a round
-/// that is dropped before its first poll has to end.
+/// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`.
 pub(super) fn run_statements(
     core: Arc<Core>,
     key: Key,
 ) -> impl Future<Output = ()> + Send + 'static {
     let of_lost = core.clone();
-    let unless_lost = UnlessLost::new(move || {
-        of_lost.with_state(key, clock::now(), KeyState::statements_lost);
-    });
-    async move {
+    let round = async move {
         let (undivided_until, again) = state_stale_parts(&core, key).await;
-        unless_lost.end();
         core.with_state(key, clock::now(), |state, ctx| {
             state.parts_stated(ctx, undivided_until, again);
         });
-    }
+    };
+    unless_lost(round, move || {
+        of_lost.with_state(key, clock::now(), KeyState::statements_lost);
+    })
 }
 
 /// States the limits of the parts about which `key` has no fresh statement. Returns until when callers

@@ -24,8 +24,8 @@ use super::queue::CallNumber;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
-use super::store_call::{StoreCall, UnlessLost};
-use super::tasks;
+use super::store_call::StoreCall;
+use super::tasks::{self, unless_lost};
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -398,25 +398,24 @@ impl Core {
         // The task does not keep the core alive, because a store may ask for a long pause.
         let core = Arc::downgrade(self);
         let of_lost = core.clone();
-        let unless_lost = UnlessLost::new(move || {
-            if let Some(core) = of_lost.upgrade() {
-                core.with_state(key, clock::now(), |state, ctx| state.visit_lost(ctx, at));
-            }
-        });
         let is_elsewhere = at <= now && self.settings.store.background().is_some();
         let caller = Handle::try_current().ok().filter(|_| is_elsewhere);
         let turn = caller.map(|runtime| runtime.spawn(tokio::task::yield_now()));
-        self.spawn(async move {
+        let visit = async move {
             match turn {
                 Some(turn) => _ = timeout(LONGEST_TURN, turn).await,
                 None if at <= now => tokio::task::yield_now().await,
                 None => clock::sleep_until(at).await,
             }
-            unless_lost.end();
             if let Some(core) = core.upgrade() {
                 core.with_state(key, clock::now(), KeyState::on_time);
             }
-        });
+        };
+        self.spawn(unless_lost(visit, move || {
+            if let Some(core) = of_lost.upgrade() {
+                core.with_state(key, clock::now(), |state, ctx| state.visit_lost(ctx, at));
+            }
+        }));
     }
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {

@@ -23,11 +23,10 @@ use smallvec::SmallVec;
 
 use crate::clock;
 use crate::cost::Cost;
-use crate::error::{Reason, StoreError};
+use crate::error::{LimitName, Reason, StoreError};
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::{read, write};
-use crate::refused::LimitName;
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
 

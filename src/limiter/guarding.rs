@@ -9,7 +9,7 @@ use super::entry::Entry;
 use super::holds;
 use super::key_state::HoldSource;
 use super::limiter::Limiter;
-use super::start::Started;
+use crate::admission::Admission;
 use crate::clock;
 use crate::error::Limited;
 use crate::guarded::{Guarded, SAME_CAUSE, report_stopped};
@@ -35,12 +35,12 @@ impl Limiter {
             return CountedUnit::Now(Ok(()));
         }
         match self.start_slow(entry, &|| self.label(key, None)) {
-            Started::Granted(taken) => {
+            Admission::Go(taken) => {
                 drop(taken.sent());
                 CountedUnit::Now(Ok(()))
             }
-            Started::Limited(limited) => CountedUnit::Now(Err(limited)),
-            Started::Waiting(mut wait) => CountedUnit::Later(async move {
+            Admission::No(limited) => CountedUnit::Now(Err(limited)),
+            Admission::Wait(mut wait) => CountedUnit::Later(async move {
                 loop {
                     let taken = (&mut wait).await?;
                     if let Some(taken) = wait.leave(taken) {

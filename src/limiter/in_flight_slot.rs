@@ -7,7 +7,7 @@ use std::time::Instant;
 use super::engine::Core;
 use super::in_flight::KeyCalls;
 use super::limited::RefusedRequest;
-use super::reservation::Settled;
+use super::reservation::NoSlot;
 use super::settings::OnStoreError;
 use crate::clock;
 use crate::error::{Limited, StoreError};
@@ -75,11 +75,16 @@ impl InFlightSlot {
     /// Ready when the store may have granted the slot to another call: then this call has to end.
     /// Never ready with [`OnStoreError::FailOpen`].
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<StoreError> {
+        self.poll_lost_slot(cx)
+            .map(|_| StoreError::InFlightSlotLost)
+    }
+
+    /// Ready with the first slot of the call that is lost.
+    fn poll_lost_slot(&self, cx: &Context<'_>) -> Poll<&TakenSlot> {
         let poll_lost = |calls: &mut KeyCalls, slot| calls.poll_lost(slot, cx);
         let lost = self.0.guarded(poll_lost).unwrap_or(Poll::Pending);
-        let lost = lost.map(|()| StoreError::InFlightSlotLost);
-        let others = self.0.others.iter().map(|other| other.poll_lost(cx));
-        std::iter::once(lost)
+        let others = self.0.others.iter().map(|other| other.poll_lost_slot(cx));
+        std::iter::once(lost.map(|()| &*self.0))
             .chain(others)
             .find(Poll::is_ready)
             .unwrap_or(Poll::Pending)
@@ -87,11 +92,10 @@ impl InFlightSlot {
 
     /// The same as [`poll_lost`](InFlightSlot::poll_lost), with the error of the call.
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
-        self.poll_lost(cx).map(|source| {
+        self.poll_lost_slot(cx).map(|TakenSlot { core, key, .. }| {
             let now = clock::now();
-            let TakenSlot { core, key, .. } = &*self.0;
             let call = RefusedRequest::of_key(core, *key, now);
-            let limited = call.fail(source, now);
+            let limited = call.fail(StoreError::InFlightSlotLost, now);
             events::limited(&core.settings.tally, &limited);
             limited
         })
@@ -127,7 +131,7 @@ pub(super) fn enter(
     impatient: bool,
     max_queue: Option<usize>,
     now: Instant,
-) -> Result<Option<Settled<Number>>, Full> {
+) -> Result<Option<Result<Number, NoSlot>>, Full> {
     let Some(in_flight) = &core.in_flight else {
         return Ok(None);
     };
@@ -144,7 +148,7 @@ pub(super) fn enter(
     core.claim(entered.claim);
     look_later(core, key, entered.begins_to_look);
     if entered.done {
-        return Ok(Some(Settled::QueueFull));
+        return Ok(Some(Err(NoSlot::QueueFull)));
     }
     Ok(in_flight
         .with(key, |calls| calls.collect(number, now))
@@ -159,7 +163,7 @@ pub(super) fn poll(
     until: Instant,
     now: Instant,
     cx: &mut Context<'_>,
-) -> Poll<Settled<Number>> {
+) -> Poll<Result<Number, NoSlot>> {
     let polled = with_calls(core, core.whole(key), |calls, wakers| {
         calls.poll(number, until, now, cx, wakers)
     });
@@ -169,9 +173,9 @@ pub(super) fn poll(
         None if now < until => match enter(core, key, number, false, None, now) {
             Ok(Some(settled)) => Poll::Ready(settled),
             Ok(None) => poll(core, key, number, until, now, cx),
-            Err(Full) => Poll::Ready(Settled::Failed(core.full())),
+            Err(Full) => Poll::Ready(Err(NoSlot::Failed(core.full()))),
         },
-        None => Poll::Ready(Settled::Refused(Refusal::NEVER)),
+        None => Poll::Ready(Err(NoSlot::NEVER)),
     }
 }
 

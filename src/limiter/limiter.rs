@@ -23,16 +23,18 @@ use super::part::PartRef;
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
 use super::settings::Settings;
-use super::start::{self, Started};
+use super::start;
 use super::status::{self, KeyStatus};
+use super::taken::Taken;
+use super::wait::Wait;
+use crate::admission::Admission;
 use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
-use crate::error::{Limited, Reason, StoreError};
+use crate::error::{LimitName, Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
-use crate::refused::LimitName;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 
@@ -572,7 +574,11 @@ impl Limiter {
 
     /// Enters a request for which no permit is at hand. `label` returns the name of its key.
     #[cold]
-    pub(crate) fn start_slow(&self, entry: Entry, label: &dyn Fn() -> Label) -> Started {
+    pub(crate) fn start_slow(
+        &self,
+        entry: Entry,
+        label: &dyn Fn() -> Label,
+    ) -> Admission<Taken, Box<Wait>> {
         let part = PartRef::new(&self.0.first, entry);
         start::slow(&[part], entry.deadline, None, label)
     }

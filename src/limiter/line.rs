@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
-use super::admission;
-use super::joint::{self, JointRefusal, JointSet, RefusalCause};
+use super::joint::{self, JointRefusal, JointSet};
 use super::key_state::Ticket;
 use super::limited::{Stopped, Why};
+use super::no_slot;
 use super::part::{Costs, Part, PartRef};
 use super::probe::Probe;
 use super::queue::Number;
-use super::reservation::Settled;
+use super::reservation::{NoSlot, Reservation};
 use super::slots::Slots;
 use crate::key_map::Full;
 use crate::wait_queue::WaitBound;
@@ -142,11 +142,11 @@ impl RequestLine {
                 let Part { core, key, .. } = part;
                 let enter =
                     core.with_new_state(*key, now, |state, ctx| ticket.enter(state, ctx, is_back));
-                let settled = match enter {
-                    Ok(settled) => settled?,
-                    Err(Full) => Settled::Failed(core.full()),
+                let ended = match enter {
+                    Ok(ended) => ended?,
+                    Err(Full) => Err(NoSlot::Failed(core.full())),
                 };
-                Some(settled_of_key(part, place, settled, now))
+                Some(self.ended(place, ended, now))
             }
             RequestLine::NoRates(_) => Some(Ok(Slots::none(now))),
             RequestLine::Set(set) => {
@@ -183,14 +183,16 @@ impl RequestLine {
                 let Part { core, key, .. } = part;
                 let poll = core.with_state(*key, now, |state, ctx| ticket.poll(state, ctx, cx));
                 // Without a state, there was no room to make it anew when the request came back.
-                let settled =
-                    ready!(poll.unwrap_or_else(|| Poll::Ready(Settled::Failed(core.full()))));
-                Poll::Ready(settled_of_key(part, place, settled, now))
+                let ended =
+                    ready!(poll.unwrap_or_else(|| Poll::Ready(Err(NoSlot::Failed(core.full())))));
+                Poll::Ready(self.ended(place, ended, now))
             }
             RequestLine::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
             RequestLine::Set(set) => {
                 let result = ready!(set.poll(place.number, &place.costs, held_until, now, cx));
-                Poll::Ready(result.map_err(|refusal| refused_by_set(set, place, refusal)))
+                Poll::Ready(
+                    result.map_err(|JointRefusal { part, cause }| self.stopped(place, part, cause)),
+                )
             }
         }
     }
@@ -273,6 +275,42 @@ impl RequestLine {
             }
         }
     }
+
+    /// Returns what follows from the end of a wait in the queue of the only key.
+    fn ended(
+        &self,
+        place: &LinePlace,
+        ended: Result<Reservation, NoSlot>,
+        now: Instant,
+    ) -> Result<Slots, Stopped> {
+        match ended {
+            Ok(slot) => Ok(Slots::of_one(slot)),
+            Err(NoSlot::Uncounted(cause, probe)) => {
+                let Part { core, key, .. } = &self.parts()[0];
+                Ok(Slots {
+                    uncounted: Some((0, cause)),
+                    // It has waited for the answer of the store. The request knows whether a hold stopped it before.
+                    is_at_once: true,
+                    probe: probe.map(|number| Probe::new(core.id, *key, number)),
+                    ..Slots::none(now)
+                })
+            }
+            Err(no_slot) => Err(self.stopped(place, 0, no_slot)),
+        }
+    }
+
+    /// Returns the end of a request that gets no slot of the part `index`.
+    fn stopped(&self, place: &LinePlace, index: usize, no_slot: NoSlot) -> Stopped {
+        let part = &self.parts()[index];
+        let why = match no_slot {
+            NoSlot::Refused(refusal) => {
+                no_slot::refused(part, place.costs[index], place.bound.reason(), refusal)
+            }
+            NoSlot::QueueFull => return Stopped::queue_full(index, part.core.settings.max_queue),
+            NoSlot::Failed(error) | NoSlot::Uncounted(error, _) => Why::failed(error),
+        };
+        Stopped { part: index, why }
+    }
 }
 
 /// Counts a request of several keys as waiting for one of them, until [`RequestLine::forget`].
@@ -281,45 +319,4 @@ fn count_waiting(set: &JointSet, place: &mut LinePlace, now: Instant) {
     let Part { core, key, .. } = &set.parts[part];
     let counted = core.states.find(*key, |state| state.hold.enter_joint(now));
     place.waits_for = counted.and_then(|()| u8::try_from(part).ok());
-}
-
-/// Returns what follows from the end of a wait in the queue of a key.
-fn settled_of_key(
-    part: &Part,
-    place: &LinePlace,
-    settled: Settled,
-    now: Instant,
-) -> Result<Slots, Stopped> {
-    let Part { core, key, .. } = part;
-    let why = match settled {
-        Settled::Granted(slot) => return Ok(Slots::of_one(slot)),
-        Settled::Uncounted(cause, probe) => {
-            return Ok(Slots {
-                uncounted: Some((0, cause)),
-                // It has waited for the answer of the store. The request knows whether a hold stopped it before.
-                is_at_once: true,
-                probe: probe.map(|number| Probe::new(core.id, *key, number)),
-                ..Slots::none(now)
-            });
-        }
-        Settled::Refused(refusal) => {
-            admission::refused(part, place.costs[0], place.bound.reason(), refusal)
-        }
-        Settled::QueueFull => return Err(Stopped::queue_full(0, core.settings.max_queue)),
-        Settled::Failed(error) => Why::failed(error),
-    };
-    Err(Stopped { part: 0, why })
-}
-
-/// Returns what follows from a refusal of a request of several keys.
-fn refused_by_set(set: &JointSet, place: &LinePlace, refusal: JointRefusal) -> Stopped {
-    let JointRefusal { part, cause } = refusal;
-    let why = match cause {
-        RefusalCause::Refused(refusal) => {
-            let reason = place.bound.reason();
-            admission::refused(&set.parts[part], place.costs[part], reason, refusal)
-        }
-        RefusalCause::Failed(error) => Why::failed(error),
-    };
-    Stopped { part, why }
 }

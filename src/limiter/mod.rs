@@ -36,7 +36,7 @@
 // | `part`, `slots`, `suspect` | the keys of a request, what a request gets in its line, its kind while a key is under suspicion |
 // | `split_signal`, `admitted` | which key of a joint request a response is about; a request that is sent, for its response |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
-// | `admission` | why a request is refused that gets no slot |
+// | `no_slot` | why a request is refused that gets no slot |
 // | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
@@ -53,7 +53,7 @@
 // | `guarding` | what a ban guard needs of limiters |
 
 mod acquire;
-mod admission;
+
 mod admitted;
 mod around;
 mod at_once;
@@ -80,6 +80,7 @@ mod line;
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;
+mod no_slot;
 mod own_quota;
 mod part;
 mod permit;
@@ -132,7 +133,7 @@ pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
-pub(crate) use start::{Started, slow as start_slow};
+pub(crate) use start::slow as start_slow;
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use suspect::Suspect;
 pub(crate) use taken::Taken;

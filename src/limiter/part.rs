@@ -7,10 +7,10 @@ use smallvec::SmallVec;
 
 use super::engine::Core;
 use super::entry::Entry;
+use crate::error::LimitName;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::quota::Limit;
-use crate::refused::LimitName;
 
 /// The most keys of a request.
 pub(crate) const MOST_PARTS: usize = 8;

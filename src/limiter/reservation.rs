@@ -1,8 +1,8 @@
-//! What a request waits for: a slot, which may be a probe's, and how the wait ends.
+//! What a request waits for: a slot, which may be a probe's, and why it gets none.
 
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
 use crate::limit::UnusedPermits;
@@ -68,13 +68,12 @@ pub(super) enum CountedAs {
     Units,
 }
 
-/// How an attempt to get a `T` ended. `T` is a slot, or the number of an in-flight slot.
+/// Why an attempt to get a slot, or an in-flight slot, brought none.
 ///
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the
 /// waiter's future is polled.
 #[derive(Clone, Debug)]
-pub(super) enum Settled<T = Reservation> {
-    Granted(T),
+pub(super) enum NoSlot {
     /// The wait would be too long, or was.
     Refused(Refusal),
     /// Too many requests wait already.
@@ -83,4 +82,14 @@ pub(super) enum Settled<T = Reservation> {
     Failed(StoreError),
     /// The store failed, and the request may leave uncounted, as this probe if it is one.
     Uncounted(StoreError, Option<ProbeNumber>),
+}
+
+impl NoSlot {
+    /// The request is refused, and it is not known when it could leave.
+    pub(super) const NEVER: NoSlot = NoSlot::Refused(Refusal::NEVER);
+
+    /// The request is refused, because it would have to wait for `span`.
+    pub(super) fn for_span(span: Duration) -> Self {
+        NoSlot::Refused(Refusal::for_span(span))
+    }
 }

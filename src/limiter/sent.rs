@@ -26,11 +26,11 @@ use super::split_signal::{SignalKey, split};
 use super::waited::Waited;
 use crate::clock;
 use crate::cost::Cost;
-use crate::error::{ErrorFacts, Limited, LimitedInfo, StoreError};
+use crate::error::{LimitName, Limited, StoreError};
 use crate::events;
 use crate::guarded::{self, Watch};
 use crate::key::{Key, Label};
-use crate::refused::LimitName;
+use crate::refused::RefusedRequest;
 use crate::signal::Signal;
 
 /// A request that was sent and has no response yet. [`Permit::begin`](crate::Permit::begin) returns it.
@@ -49,20 +49,28 @@ pub struct Sent {
 /// What only few requests have on their way.
 #[derive(Default)]
 pub(super) struct RareParts {
+    /// Its in-flight slots, of all its keys.
     pub(super) in_flight_slot: Option<InFlightSlot>,
     pub(super) wait: Option<Box<PastWait>>,
     /// The other keys of a joint request.
-    pub(super) joint: Vec<Sent>,
+    joint: Vec<SentPart>,
     /// The slot, if the true cost of the request may be stated later.
-    pub(super) slot: Option<Reservation>,
+    slot: Option<Reservation>,
     /// The first of its limiters with rates, if that is not the first of all.
-    pub(super) rated: Option<CoreId>,
+    rated: Option<CoreId>,
     /// The probes that the request is, of all its keys.
     pub(super) probes: Vec<Probe>,
     /// Its kind, if a key of it was under suspicion when it left.
     pub(super) kind: Option<Key>,
     /// Set once the true cost of the request was stated.
     settlement: Option<Settlement>,
+}
+
+/// A request that was sent, under one of its keys.
+pub(super) struct SentPart {
+    pub(super) admitted: Admitted,
+    /// The slot, if the true cost of the request may be stated later.
+    pub(super) slot: Option<Reservation>,
 }
 
 /// How many empty boxes a thread keeps.
@@ -82,16 +90,10 @@ impl RareParts {
         spare.ok().flatten().unwrap_or_default()
     }
 
-    /// Takes out the in-flight slots of all keys. The thread keeps the empty box.
+    /// Takes out the in-flight slots. The thread keeps the empty box.
     fn end(mut self: Box<Self>) -> Option<InFlightSlot> {
-        let first = self.in_flight_slot.take();
-        let others = self.joint.drain(..);
-        let all = others.fold(first, |all, other| {
-            match (all, other.into_in_flight_slot()) {
-                (Some(all), Some(other)) => Some(all.and(other)),
-                (all, other) => all.or(other),
-            }
-        });
+        let in_flight_slot = self.in_flight_slot.take();
+        self.joint.clear();
         *self = RareParts {
             joint: mem::take(&mut self.joint),
             ..RareParts::default()
@@ -103,7 +105,7 @@ impl RareParts {
                 spare.push_back(self);
             }
         });
-        all
+        in_flight_slot
     }
 }
 
@@ -187,18 +189,15 @@ impl Sent {
     ///
     /// The future may be dropped at any time.
     pub async fn revoked(&self) -> StoreError {
-        poll_fn(|cx| {
-            let mut lost = self.slots().map(|slot| slot.poll_lost(cx));
-            lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
+        poll_fn(|cx| match self.in_flight_slot() {
+            Some(slot) => slot.poll_lost(cx),
+            None => Poll::Pending,
         })
         .await
     }
 
-    fn slots(&self) -> impl Iterator<Item = &InFlightSlot> {
-        let others = self.more.iter().flat_map(|more| &more.joint);
-        let others = others.filter_map(|sent| sent.more.as_ref());
-        let all = self.more.iter().chain(others);
-        all.filter_map(|more| more.in_flight_slot.as_ref())
+    fn in_flight_slot(&self) -> Option<&InFlightSlot> {
+        self.more.as_ref()?.in_flight_slot.as_ref()
     }
 
     /// Makes the value for a request that got its permit at once.
@@ -208,38 +207,48 @@ impl Sent {
         Sent { admitted, more }
     }
 
-    /// Adds what the request is to its other keys.
-    pub(super) fn join(&mut self, others: impl Iterator<Item = Sent>) {
+    /// Makes the value for a request of all these keys.
+    pub(super) fn of_all(first: SentPart, others: impl ExactSizeIterator<Item = SentPart>) -> Self {
+        let mut sent = Sent::at_once(first.admitted);
+        if first.slot.is_some() {
+            sent.more.get_or_insert_with(RareParts::empty).slot = first.slot;
+        }
+        if others.len() > 0 {
+            sent.join(others);
+        }
+        sent
+    }
+
+    fn join(&mut self, others: impl Iterator<Item = SentPart>) {
         let more = self.more.get_or_insert_with(RareParts::empty);
         more.joint.extend(others);
         if self.admitted.cost == 0 {
-            let rated = more.joint.iter().find(|sent| sent.admitted.cost > 0);
-            more.rated = rated.map(|sent| sent.admitted.core);
+            let rated = more.joint.iter().find(|part| part.admitted.cost > 0);
+            more.rated = rated.map(|part| part.admitted.core);
         }
-    }
-
-    /// Adds the slot of the permit if the layer `settles`, so that its true cost can be stated later.
-    #[inline]
-    pub(crate) fn with_slot(mut self, slot: Option<Reservation>, settles: bool) -> Self {
-        if slot.is_some() && settles {
-            self.more.get_or_insert_with(RareParts::empty).slot = slot;
-        }
-        self
     }
 
     /// Returns the settlement of the request, for a layer that settles.
     #[cold]
     pub(crate) fn settlement(&self) -> Settlement {
-        Settlement::new(self.all().map(|sent| {
-            let slot = sent.more.as_ref().and_then(|more| more.slot.as_ref());
-            Unsettled::new(sent.admitted.core, sent.admitted.key, slot)
-        }))
+        let unsettled = |admitted: &Admitted, slot: &Option<Reservation>| {
+            Unsettled::new(admitted.core, admitted.key, slot.as_ref())
+        };
+        let slot = self.more.as_ref().and_then(|more| more.slot);
+        let first = std::iter::once(unsettled(&self.admitted, &slot));
+        let others = self.joint().iter();
+        Settlement::new(first.chain(others.map(|part| unsettled(&part.admitted, &part.slot))))
+    }
+
+    /// Returns the other keys of a joint request.
+    fn joint(&self) -> &[SentPart] {
+        self.more.as_ref().map_or(&[], |more| &more.joint)
     }
 
     /// Returns the request under each of its keys, the first one first.
-    fn all(&self) -> impl DoubleEndedIterator<Item = &Sent> {
-        let others = self.more.iter().flat_map(|more| &more.joint);
-        std::iter::once(self).chain(others)
+    fn all(&self) -> impl DoubleEndedIterator<Item = &Admitted> {
+        let others = self.joint().iter().map(|part| &part.admitted);
+        std::iter::once(&self.admitted).chain(others)
     }
 
     /// Begins a call or poll of the inner service: see [`around`](super::around).
@@ -300,13 +309,14 @@ impl Sent {
     ) -> (Option<InFlightSlot>, Option<Limited>) {
         let status = status.or(signal.refusal());
         let is_bad = guarded::may_be_bad(status) && self.tell_guards(signal, status);
-        let probes = self.take_probes();
-        let refused = match &self.more {
-            Some(more) if !more.joint.is_empty() => self.observe_joint(signal, is_bad, &probes),
-            _ => {
-                self.observe(signal, is_bad, &probes, self.kind());
-                None
-            }
+        let more = self.more.as_mut();
+        let probes = more.map_or_else(Vec::new, |more| mem::take(&mut more.probes));
+        let refused = if self.joint().is_empty() {
+            self.answered_under(&self.admitted, is_bad, &probes)
+                .observe(signal);
+            None
+        } else {
+            self.observe_joint(signal, is_bad, &probes)
         };
         probes.into_iter().for_each(Probe::answered);
         let limited = signal
@@ -315,26 +325,14 @@ impl Sent {
         (self.into_in_flight_slot(), limited)
     }
 
-    fn kind(&self) -> Option<Key> {
-        self.more.as_ref()?.kind
-    }
-
-    fn take_probes(&mut self) -> Vec<Probe> {
-        let Some(more) = &mut self.more else {
-            return Vec::new();
-        };
-        let mut probes = mem::take(&mut more.probes);
-        let others = more.joint.iter_mut().filter_map(|sent| sent.more.as_mut());
-        others.for_each(|more| probes.append(&mut more.probes));
-        probes
-    }
-
     /// Ready with an error if the call has to end, because it may no longer be counted as in
     /// flight.
     #[inline]
     pub(crate) fn poll_lost(&self, cx: &Context<'_>) -> Poll<Limited> {
-        let mut lost = self.slots().map(|slot| slot.poll_limited(cx));
-        lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
+        match self.in_flight_slot() {
+            Some(slot) => slot.poll_limited(cx),
+            None => Poll::Pending,
+        }
     }
 
     /// Tells the guards of all keys of a response that may be a bad answer. Returns whether it is one.
@@ -344,7 +342,7 @@ impl Sent {
         let mut counted: SmallVec<[Arc<dyn Watch>; 1]> = SmallVec::new();
         let mut is_bad = false;
         // Of several keys with one guard, the last counts: it is the narrowest.
-        for Sent { admitted, .. } in self.all().rev() {
+        for admitted in self.all().rev() {
             let Some(core) = admitted.core.find() else {
                 continue;
             };
@@ -364,15 +362,19 @@ impl Sent {
         is_bad
     }
 
-    /// Takes in what the response states about the key.
-    fn observe(&self, signal: &Signal, is_bad: bool, probes: &[Probe], kind: Option<Key>) {
-        let call = AnsweredCall {
-            admitted: self.admitted,
+    /// Makes the answered call under one of its keys.
+    fn answered_under<'a>(
+        &self,
+        admitted: &Admitted,
+        is_bad: bool,
+        probes: &'a [Probe],
+    ) -> AnsweredCall<'a> {
+        AnsweredCall {
+            admitted: *admitted,
             is_bad,
             probes,
-            kind,
-        };
-        call.observe(signal);
+            kind: self.more.as_ref().and_then(|more| more.kind),
+        }
     }
 
     /// Takes in what the response to a joint request states, each statement about the key that it
@@ -385,18 +387,19 @@ impl Sent {
         is_bad: bool,
         probes: &[Probe],
     ) -> Option<(Label, LimitName)> {
-        let all: SmallVec<[&Sent; 4]> = self.all().collect();
-        let keys = all.iter().map(|sent| sent.admitted.signal_key());
+        let all: SmallVec<[&Admitted; 4]> = self.all().collect();
+        let keys = all.iter().map(|admitted| admitted.signal_key());
         let keys: SmallVec<[SignalKey; 4]> = keys.collect();
         let (signals, refused) = split(signal, &keys);
-        for (sent, signal) in all.iter().zip(&signals) {
-            sent.observe(signal, is_bad, probes, self.kind());
+        for (admitted, signal) in all.iter().zip(&signals) {
+            self.answered_under(admitted, is_bad, probes)
+                .observe(signal);
         }
         let refused = labelled(refused?, |index| keys[index].is_further_unit);
         if refused == 0 {
             return None;
         }
-        let Admitted { core, key, .. } = all[refused].admitted;
+        let &Admitted { core, key, .. } = all[refused];
         let limit = core.find().map(|core| core.limit_name(key));
         Some((core.label(key), limit.unwrap_or_default()))
     }
@@ -420,20 +423,18 @@ impl Sent {
         let retry_after = signal.retry_after();
         let tally = core.as_ref().map(|core| &core.settings.tally);
         events::upstream_limited(tally, &label, status, retry_after);
-        let at = clock::wall(clock::now());
-        let report = LimitedInfo::new(ErrorFacts {
-            key: label,
-            name: limit.name,
-            route: limit.route,
-            unit: None,
-            class: limit.class,
-            limit: None,
-            retry_after,
-            at,
-            waited: wait.waited,
+        let now = clock::now();
+        let request = RefusedRequest {
+            label,
+            // No limit of ours has refused it, so the error counts no unit of one.
+            limit: LimitName {
+                unit: None,
+                ..limit
+            },
+            since: now.checked_sub(wait.waited).unwrap_or(now),
             turns: wait.turns,
-        });
-        Limited::Upstream { status, report }
+        };
+        request.refused_upstream(status, retry_after, now)
     }
 }
 

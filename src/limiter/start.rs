@@ -11,19 +11,11 @@ use super::request::Request;
 use super::suspect::Suspect;
 use super::taken::Taken;
 use super::wait::{self, Wait};
+use crate::admission::Admission;
 use crate::clock;
-use crate::error::Limited;
 use crate::key::Label;
 use crate::stats::{Gate, Outcome};
 use crate::wait_queue::WaitBound;
-
-/// What a request gets when it enters.
-pub(crate) enum Started {
-    /// The request may leave.
-    Granted(Taken),
-    Waiting(Box<Wait>),
-    Limited(Limited),
-}
 
 /// Returns how long a request that enters at `now` can wait: as long as all of its limiters allow.
 pub(super) fn bound_of(
@@ -52,7 +44,7 @@ pub(crate) fn slow(
     deadline: Option<Instant>,
     suspect: Option<Box<Suspect>>,
     label: &dyn Fn() -> Label,
-) -> Started {
+) -> Admission<Taken, Box<Wait>> {
     let now = clock::now();
     let mut request = Request::new(parts, bound_of(parts, deadline, now), suspect);
     let entered = match request.check(parts, now) {
@@ -76,13 +68,13 @@ pub(crate) fn slow(
                 taken.first_is_counted();
             }
             taken.count_units();
-            Started::Granted(taken)
+            Admission::Go(taken)
         }
         Poll::Ready(Err(stopped)) => {
             let limited = wait::error_of(request.parts(), stopped, &label(), (now, 0), now);
             core.refused(entry.key, &limited);
-            Started::Limited(limited)
+            Admission::No(limited)
         }
-        Poll::Pending => Started::Waiting(Wait::begin(request, now, label())),
+        Poll::Pending => Admission::Wait(Wait::begin(request, now, label())),
     }
 }

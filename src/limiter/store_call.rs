@@ -84,25 +84,3 @@ impl Drop for StoreCall {
         }
     }
 }
-
-/// What is done if a task is dropped, with its runtime, before its end.
-pub(super) struct UnlessLost<F: FnOnce()>(Option<F>);
-
-impl<F: FnOnce()> UnlessLost<F> {
-    pub(super) fn new(act: F) -> Self {
-        UnlessLost(Some(act))
-    }
-
-    /// The task has come to its end.
-    pub(super) fn end(mut self) {
-        self.0 = None;
-    }
-}
-
-impl<F: FnOnce()> Drop for UnlessLost<F> {
-    fn drop(&mut self) {
-        if let Some(act) = self.0.take() {
-            act();
-        }
-    }
-}

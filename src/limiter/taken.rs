@@ -30,7 +30,7 @@ use super::limited::RefusedRequest;
 use super::part::{Part, PerPart};
 use super::probe::Probe;
 use super::reservation::Reservation;
-use super::sent::{PastWait, RareParts, Sent};
+use super::sent::{PastWait, RareParts, Sent, SentPart};
 use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
 use crate::events;
@@ -134,7 +134,8 @@ impl OfKey {
         Some(slot)
     }
 
-    fn sent(&mut self, keeps: bool) -> Sent {
+    /// Makes what is sent under the key. It has its slot if it `keeps` it, or if the layer settles.
+    fn sent(&mut self, keeps: bool) -> SentPart {
         let slot = self.slot.take();
         let (cost, at) = slot.map_or_else(|| (0, clock::now()), |slot| (slot.cost, slot.at));
         let admitted = Admitted {
@@ -144,13 +145,10 @@ impl OfKey {
             host: self.host,
             at: Moment::of(at),
         };
-        let mut sent = Sent::at_once(admitted).with_slot(slot, keeps || self.core.settings.settles);
-        if let Some(in_flight_slot) = self.in_flight_slot.take() {
-            sent.more
-                .get_or_insert_with(RareParts::empty)
-                .in_flight_slot = Some(in_flight_slot);
+        SentPart {
+            admitted,
+            slot: slot.filter(|_| keeps || self.core.settings.settles),
         }
-        sent
     }
 }
 
@@ -295,16 +293,20 @@ impl Taken {
     /// Makes the call of the request. It `keeps` its slots, so that its true cost can be stated later. Otherwise it
     /// keeps them only if the layer settles.
     fn leave(mut self, keeps: bool) -> Sent {
-        let mut sent = self.first.sent(keeps);
         let Rest {
             mut others,
             probes,
             wait,
             kind,
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
-        if wait.is_some() || !others.is_empty() || !probes.is_empty() {
-            sent.join(others.iter_mut().map(|part| part.sent(keeps)));
+        let all = std::iter::once(&mut self.first).chain(&mut others);
+        let in_flight_slots = all.filter_map(|part| part.in_flight_slot.take());
+        let in_flight_slot = in_flight_slots.reduce(InFlightSlot::and);
+        let joint = others.iter_mut().map(|part| part.sent(keeps));
+        let mut sent = Sent::of_all(self.first.sent(keeps), joint);
+        if wait.is_some() || !probes.is_empty() || in_flight_slot.is_some() {
             let more = sent.more.get_or_insert_with(RareParts::empty);
+            more.in_flight_slot = in_flight_slot;
             more.probes = probes;
             more.wait = wait;
         }

@@ -74,6 +74,34 @@ pub(super) fn start(store: &Arc<dyn Store>, task: impl Future<Output = ()> + Sen
     }
 }
 
+/// Makes a task that calls `lost` if it is dropped, with its runtime, before its end: also before its first poll.
+pub(super) fn unless_lost(
+    task: impl Future<Output = ()> + Send + 'static,
+    lost: impl FnOnce() + Send + 'static,
+) -> impl Future<Output = ()> + Send + 'static {
+    let unless_lost = UnlessLost(Some(lost));
+    async move {
+        task.await;
+        unless_lost.end();
+    }
+}
+
+struct UnlessLost<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> UnlessLost<F> {
+    fn end(mut self) {
+        self.0 = None;
+    }
+}
+
+impl<F: FnOnce()> Drop for UnlessLost<F> {
+    fn drop(&mut self) {
+        if let Some(lost) = self.0.take() {
+            lost();
+        }
+    }
+}
+
 /// Returns the first of the tasks that wait to be polled.
 fn take_next() -> Option<Started> {
     let take = |started: &RefCell<Option<VecDeque<Started>>>| {

@@ -75,7 +75,7 @@ impl Place {
         }
         let mut more = counted;
         more.merge(&self.seen, u64::saturating_sub);
-        self.series.counted.add_all(&more);
+        self.series.counted.merge(&more, u64::wrapping_add);
         self.seen = counted;
     }
 }

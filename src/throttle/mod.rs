@@ -67,8 +67,10 @@ use std::time::{Duration, Instant};
 use self::engine::ThrottleCore;
 use self::event_log::LogMark;
 use self::pace_state::LONGEST_HOLD;
+use self::permit::PacedRequest;
 use self::sync_task::SyncTask;
 use self::waiters::{Arrival, Waiters};
+use crate::admission::Admission;
 use crate::clock::{self, Timer};
 use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
@@ -77,7 +79,7 @@ use crate::guarded::Guarded;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
 use crate::refused::RefusedRequest;
-use crate::stats::{Cause, Drained, Gate, KeyStats, OpenRequest, Stats, drain_gate};
+use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
 use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
@@ -86,7 +88,7 @@ pub(crate) use engine::ThrottleSettings;
 #[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
-pub(crate) use permit::{Back, PaceWait};
+pub(crate) use permit::{PaceEntry, PaceWait};
 
 /// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests
 /// that are not HTTP. Clones share what they learn.
@@ -118,16 +120,6 @@ pub struct Throttle {
     core: Arc<ThrottleCore>,
 }
 
-/// What the throttle decides on a request that arrives.
-pub(crate) enum Begun {
-    /// It may be sent now.
-    Leaves(ThrottlePermit),
-    /// It waits for its turn.
-    Waits(PaceWait),
-    /// It is refused.
-    Limited(Limited),
-}
-
 impl Throttle {
     pub(crate) fn new(settings: ThrottleSettings) -> Result<Self, ConfigError> {
         Ok(Throttle {
@@ -156,20 +148,17 @@ impl Throttle {
     ///
     /// If the request has to wait and the future is polled outside of a Tokio runtime with timers.
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
-        match self.begin(key, None, None, || self.label(key, None)) {
-            Begun::Leaves(permit) => Ok(permit),
-            Begun::Waits(mut wait) => loop {
+        match self.begin(PaceEntry::new(key), || self.label(key, None)) {
+            Admission::Go(permit) => Ok(permit),
+            Admission::Wait(mut wait) => loop {
                 // The key may have been put on hold since its turn.
-                match wait.await?.leave_or_wait(None) {
-                    Ok(mut permit) => {
-                        permit.left();
-                        return Ok(permit);
-                    }
-                    Err(Back::Waits(again)) => wait = *again,
-                    Err(Back::Ended(limited)) => return Err(limited),
+                match wait.await?.leave() {
+                    Admission::Go(permit) => return Ok(permit),
+                    Admission::Wait(again) => wait = again,
+                    Admission::No(limited) => return Err(limited),
                 }
             },
-            Begun::Limited(limited) => Err(limited),
+            Admission::No(limited) => Err(limited),
         }
     }
 
@@ -409,11 +398,15 @@ impl Throttle {
     /// Admits a request that arrives now, or queues or refuses it.
     pub(crate) fn begin(
         &self,
-        key: Key,
-        kind: Option<Key>,
-        deadline: Option<Instant>,
+        entry: PaceEntry,
         label: impl FnOnce() -> Label,
-    ) -> Begun {
+    ) -> Admission<ThrottlePermit, Box<PaceWait>> {
+        let PaceEntry {
+            key,
+            kind,
+            deadline,
+            ..
+        } = entry;
         let now = clock::now();
         let settings = &self.core.settings;
         let bound = WaitBound::new(deadline, now, settings.max_wait, Duration::ZERO);
@@ -427,25 +420,15 @@ impl Throttle {
         let arrival = self.core.open(key, now, |waiters, wakers| {
             waiters.arrived(kind, bound.latest, max_queue, now, wakers)
         });
+        let request = || PacedRequest::new(self.core.clone(), entry, bound);
         let (reason, refusal) = match arrival {
             Ok(Arrival::Leaves(flight)) => {
                 self.core.find(key, |waiters| waiters.counts.pass(1));
-                let core = self.core.clone();
-                let permit = ThrottlePermit::new(core, key, flight, None, bound);
-                return Begun::Leaves(permit.of_kind(kind));
+                return Admission::Go(request().leaves(flight));
             }
             Ok(Arrival::Waits(number)) => {
-                let (core, label, queued) = (self.core.clone(), label(), self.waiting(key));
-                let wait = PaceWait::new(
-                    OpenRequest::begin(core.clone(), key, now, &label, queued),
-                    core,
-                    key,
-                    number,
-                    label,
-                    now,
-                    bound,
-                );
-                return Begun::Waits(wait.of_kind(kind));
+                let queued = self.waiting(key);
+                return Admission::Wait(request().waits(number, label(), queued, now));
             }
             Ok(Arrival::TooLate(late)) => late.refused(bound, now),
             Ok(Arrival::Full) => (Reason::QueueFull(max_queue), Refusal::NEVER),
@@ -462,10 +445,10 @@ impl Throttle {
         label: Label,
         refusal: Refusal,
         now: Instant,
-    ) -> Begun {
+    ) -> Admission<ThrottlePermit, Box<PaceWait>> {
         let limited = RefusedRequest::of_pace(label, now, 0).refuse(reason, refusal, now);
         self.core.refused(key, &limited);
-        Begun::Limited(limited)
+        Admission::No(limited)
     }
 
     /// Returns the error of a request without a key.

@@ -13,11 +13,13 @@ use super::counting;
 use super::engine::ThrottleCore;
 use super::paced_queue::Flight;
 use super::waiters::{Ended, TurnAnswer, TurnTooLate, Waiters};
+use crate::admission::Admission;
 use crate::clock;
 use crate::error::{Limited, Reason};
-use crate::events;
+use crate::events::{self, WaitSpan};
 use crate::guarded;
 use crate::key::{Key, Label};
+use crate::limiter::Because;
 use crate::refused::RefusedRequest;
 use crate::signal::Signal;
 use crate::stats::{Cause, Gate, OpenRequest, Outcome};
@@ -36,21 +38,46 @@ use crate::wakers::Wakers;
 /// Until the permit ends, the request is in flight. A permit does not expire.
 #[must_use = "a permit that is dropped counts as used"]
 pub struct ThrottlePermit {
-    core: Arc<ThrottleCore>,
-    key: Key,
+    request: PacedRequest,
     /// The request in flight; `None` once the permit has ended.
     flight: Option<Flight>,
+}
+
+/// What a throttle reads from a request that arrives.
+#[derive(Clone, Copy)]
+pub(crate) struct PaceEntry {
+    pub(crate) key: Key,
+    /// The kind of the request, if it is read.
+    pub(crate) kind: Option<Key>,
+    /// The key of its host, if another host than that of its key may answer.
+    pub(crate) host: Option<Key>,
+    pub(crate) deadline: Option<Instant>,
+}
+
+impl PaceEntry {
+    /// A request of which only the key is known.
+    pub(crate) fn new(key: Key) -> Self {
+        PaceEntry {
+            key,
+            kind: None,
+            host: None,
+            deadline: None,
+        }
+    }
+}
+
+/// A request that has arrived, while it waits and while it is in flight.
+pub(super) struct PacedRequest {
+    core: Arc<ThrottleCore>,
+    entry: PaceEntry,
+    /// How long it may wait for a turn, also for another one.
+    bound: WaitBound,
     /// How the request has waited, and its label, if either is known.
     waited: Option<Box<TurnWaited>>,
-    /// How long the request may wait for another turn.
-    bound: WaitBound,
-    /// The kind of the request, if it is known.
-    kind: Option<Key>,
 }
 
 /// What is known of a request that waits for its turn, or has waited.
-#[derive(Debug)]
-pub(super) struct TurnWaited {
+struct TurnWaited {
     label: Label,
     /// When it began to wait.
     start: Instant,
@@ -61,8 +88,22 @@ pub(super) struct TurnWaited {
     /// The status with which the upstream refused the last attempt, if there was one. A wait that ends
     /// without a turn ends with it.
     refused: Option<StatusCode>,
-    /// Counts the request when it leaves. `None` if it has counted.
-    open: Option<OpenRequest<ThrottleCore>>,
+    /// The wait that has not ended. `None` if the request has left.
+    open: Option<OpenTurn>,
+}
+
+/// A wait that has not ended, as stats and traces see it.
+struct OpenTurn {
+    /// Counts the request when it leaves.
+    request: OpenRequest<ThrottleCore>,
+    span: WaitSpan,
+}
+
+impl OpenTurn {
+    fn new(request: OpenRequest<ThrottleCore>, label: &Label) -> Self {
+        let span = WaitSpan::begin(label, Because::Pace.name(), None, None);
+        OpenTurn { request, span }
+    }
 }
 
 impl TurnWaited {
@@ -77,85 +118,129 @@ impl TurnWaited {
             open: None,
         })
     }
-
-    /// Ends a request that waits no longer, and was not sent. Returns its error: that of the upstream, if it has refused
-    /// an attempt before.
-    fn end(
-        &mut self,
-        core: &ThrottleCore,
-        reason: Reason,
-        refusal: Refusal,
-        now: Instant,
-    ) -> Limited {
-        let request = RefusedRequest::of_pace(self.label.clone(), self.start, self.turns);
-        if let Some(status) = self.refused {
-            let limited = request.refused_upstream(status, refusal.wait, now);
-            events::limited(core.tally(), &limited);
-            return limited;
-        }
-        let limited = request.refuse(reason, refusal, now);
-        match &mut self.open {
-            Some(open) => open.refuse(limited),
-            None => limited,
-        }
-    }
 }
 
-/// What happens to a request that the upstream refused.
-pub(crate) enum Back {
-    /// It waits in its old place.
-    Waits(Box<PaceWait>),
-    /// It ends with this error: it has no time to wait, or may not be sent again.
-    Ended(Limited),
+impl PacedRequest {
+    pub(super) fn new(core: Arc<ThrottleCore>, entry: PaceEntry, bound: WaitBound) -> Self {
+        PacedRequest {
+            core,
+            entry,
+            bound,
+            waited: None,
+        }
+    }
+
+    /// Takes the request out of a wait or a permit that has ended.
+    fn take(&mut self) -> Self {
+        PacedRequest {
+            waited: self.waited.take(),
+            ..PacedRequest::new(self.core.clone(), self.entry, self.bound)
+        }
+    }
+
+    /// Makes the permit of the request, whose turn has come.
+    pub(super) fn leaves(self, flight: Flight) -> ThrottlePermit {
+        ThrottlePermit {
+            request: self,
+            flight: Some(flight),
+        }
+    }
+
+    /// Makes the wait of the request, which arrives `now`, behind `queued` requests with itself.
+    pub(super) fn waits(
+        mut self,
+        number: Number,
+        label: Label,
+        queued: usize,
+        now: Instant,
+    ) -> Box<PaceWait> {
+        let open = OpenRequest::begin(self.core.clone(), self.entry.key, now, &label, queued);
+        let mut waited = TurnWaited::at_once(label, now);
+        waited.turns = 1;
+        waited.open = Some(OpenTurn::new(open, &waited.label));
+        self.waited = Some(waited);
+        Box::new(PaceWait {
+            request: self,
+            number: Some(number),
+        })
+    }
+
+    /// Makes the wait of the request, which is back in its old place.
+    fn waits_again(mut self, number: Number) -> Box<PaceWait> {
+        if let Some(waited) = &mut self.waited {
+            waited.turns += 1;
+            waited.open.get_or_insert_with(|| {
+                let open = OpenRequest::new(self.core.clone(), self.entry.key, waited.start);
+                OpenTurn::new(open.sent_again(), &waited.label)
+            });
+        }
+        Box::new(PaceWait {
+            request: self,
+            number: Some(number),
+        })
+    }
+
+    fn label(&self) -> Label {
+        match &self.waited {
+            Some(waited) => waited.label.clone(),
+            None => self.core.label(self.entry.key, None),
+        }
+    }
+
+    /// Returns what is known of the wait. Of a request that did not wait, `at` is when it left.
+    fn waited_or_left(&mut self, at: Instant) -> &mut TurnWaited {
+        let PacedRequest { core, entry, .. } = self;
+        self.waited
+            .get_or_insert_with(|| TurnWaited::at_once(core.label(entry.key, None), at))
+    }
+
+    /// Ends the request, which waits no longer and was not sent. It arrived `at` this moment, if it did not wait. Returns its
+    /// error: that of the upstream, if it has refused an attempt before.
+    fn refuse(&mut self, reason: Reason, refusal: Refusal, at: Instant, now: Instant) -> Limited {
+        let waited = self.waited_or_left(at);
+        let request = RefusedRequest::of_pace(waited.label.clone(), waited.start, waited.turns);
+        let (refused, mut open) = (waited.refused, waited.open.take());
+        let limited = match (refused, &mut open) {
+            (Some(status), _) => {
+                let limited = request.refused_upstream(status, refusal.wait, now);
+                events::limited(self.core.tally(), &limited);
+                limited
+            }
+            (None, Some(open)) => open.request.refuse(request.refuse(reason, refusal, now)),
+            (None, None) => request.refuse(reason, refusal, now),
+        };
+        if let Some(open) = &mut open {
+            open.span.refused(&limited);
+        }
+        limited
+    }
 }
 
 impl ThrottlePermit {
-    pub(super) fn new(
-        core: Arc<ThrottleCore>,
-        key: Key,
-        flight: Flight,
-        waited: Option<Box<TurnWaited>>,
-        bound: WaitBound,
-    ) -> Self {
-        ThrottlePermit {
-            core,
-            key,
-            flight: Some(flight),
-            waited,
-            bound,
-            kind: None,
-        }
-    }
-
-    /// Sets the kind of the request, if it is known.
-    pub(super) fn of_kind(mut self, kind: Option<Key>) -> Self {
-        self.kind = kind;
-        self
-    }
-
     /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Label) -> Self {
-        self.waited = Some(TurnWaited::at_once(label, clock::now()));
+        self.request.waited = Some(TurnWaited::at_once(label, clock::now()));
         self
     }
 
     pub(crate) fn key(&self) -> Key {
-        self.key
+        self.request.entry.key
+    }
+
+    /// Returns the key of its host: see [`PaceEntry::host`].
+    pub(crate) fn host(&self) -> Option<Key> {
+        self.request.entry.host
     }
 
     /// Returns how long the request waited for the permit.
     pub fn waited(&self) -> Duration {
-        self.waited
-            .as_ref()
-            .map_or(Duration::ZERO, |waited| waited.span)
+        let waited = self.request.waited.as_ref();
+        waited.map_or(Duration::ZERO, |waited| waited.span)
     }
 
     /// Returns the label of the permit's key.
     pub(crate) fn label(&self) -> Label {
-        match &self.waited {
-            Some(waited) => waited.label.clone(),
-            None => self.core.label(self.key, None),
-        }
+        self.request.label()
     }
 
     /// Ends the permit with what the response states. If the upstream refused the request, returns
@@ -172,51 +257,31 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         now: Instant,
     ) -> Option<Limited> {
-        match self.end(signal, status, None, now) {
-            Some(Back::Ended(limited)) => Some(limited),
-            _ => None,
-        }
+        self.end(signal, status, None, now).err()
     }
 
-    /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. A refused request
-    /// waits in its old place if it can leave in time.
+    /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. If the upstream refused the request, and it
+    /// can be sent again in time, returns its wait in its old place.
+    ///
+    /// # Errors
+    ///
+    /// That of the refusal, if the request has no time to wait, or may not be sent again.
     pub(crate) fn answered_or_back(
         mut self,
         signal: &Signal,
         status: Option<StatusCode>,
         now: Instant,
-    ) -> Option<Back> {
-        let latest = self.bound.latest;
+    ) -> Result<Option<Box<PaceWait>>, Limited> {
+        let latest = self.request.bound.latest;
         self.end(signal, status, Some(latest), now)
     }
 
     /// Ends the request in flight. A drain may wait for that.
     fn ends<R>(&self, end: impl FnOnce(&mut Waiters, &mut Wakers) -> R) -> Option<R> {
-        let ended = self.core.at(self.key, end);
-        self.core.tally().call_ended();
+        let core = &self.request.core;
+        let ended = core.at(self.key(), end);
+        core.tally().call_ended();
         ended
-    }
-
-    /// Takes what is known of the wait. Of a request that did not wait, `at` is when it left.
-    fn take_waited(&mut self, at: Instant) -> Box<TurnWaited> {
-        let waited = self.waited.take();
-        waited.unwrap_or_else(|| TurnWaited::at_once(self.core.label(self.key, None), at))
-    }
-
-    /// Makes the wait of a request that is back in its old place.
-    fn waits_again(&self, number: Number, mut waited: Box<TurnWaited>) -> Box<PaceWait> {
-        waited.turns += 1;
-        waited.open.get_or_insert_with(|| {
-            OpenRequest::new(self.core.clone(), self.key, waited.start).sent_again()
-        });
-        Box::new(PaceWait {
-            core: self.core.clone(),
-            key: self.key,
-            number: Some(number),
-            waited: Some(waited),
-            bound: self.bound,
-            kind: self.kind,
-        })
     }
 
     fn end(
@@ -225,24 +290,28 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         back_until: Option<Instant>,
         now: Instant,
-    ) -> Option<Back> {
-        let sent = self.flight.as_ref()?.sent();
-        let status = status.or(signal.refusal());
-        if guarded::may_be_bad(status)
-            && let (Some(status), Some(guard)) = (status, &self.core.settings.guard)
+    ) -> Result<Option<Box<PaceWait>>, Limited> {
+        let key = self.key();
+        if let Some(flight) = &self.flight
+            && let status = status.or(signal.refusal())
+            && guarded::may_be_bad(status)
+            && let (Some(status), Some(guard)) = (status, &self.request.core.settings.guard)
             && guard.is_bad(status, signal)
         {
-            let gate = self.core.clone();
-            guard.clone().answered(gate, self.key, sent);
+            let gate = self.request.core.clone();
+            guard.clone().answered(gate, key, flight.sent());
         }
         // The functions of the user that the guard calls may panic: then the request ends with the permit.
-        let flight = self.flight.take()?;
-        let back_until = back_until.filter(|_| !self.core.tally().is_draining());
-        let waited = self.waited.as_ref();
+        let Some(flight) = self.flight.take() else {
+            return Ok(None);
+        };
+        let core = self.request.core.clone();
+        let back_until = back_until.filter(|_| !core.tally().is_draining());
+        let waited = self.request.waited.as_ref();
         let answer = TurnAnswer {
             signal,
-            kind: self.kind,
-            max_hold: self.core.settings.max_hold,
+            kind: self.request.entry.kind,
+            max_hold: core.settings.max_hold,
             back_until,
             was_refused: waited.is_some_and(|waited| waited.refused.is_some()),
         };
@@ -253,76 +322,73 @@ impl ThrottlePermit {
             (ended, held.filter(|_| held > held_before))
         });
         let (ended, held) = answered.unwrap_or_default();
+        let held = held.and_then(|until| until.checked_duration_since(now));
+        let Some(status) = signal.refusal() else {
+            if let Some(left) = held {
+                counting::held_by(&core, key, signal, left);
+            }
+            return Ok(None);
+        };
+        let waited = self.request.waited_or_left(now);
+        waited.refused = Some(status);
+        let label = waited.label.clone();
+        // Before the events: a function of the user that takes one may panic, and then the request leaves its place.
+        let back = match ended {
+            Ended::IsBack(number) => Ok(Some(self.request.take().waits_again(number))),
+            Ended::Done | Ended::KindHeld(_) => {
+                let since = now.checked_sub(waited.span).unwrap_or(now);
+                let request = RefusedRequest::of_pace(label.clone(), since, waited.turns);
+                Err(request.refused_upstream(status, signal.retry_after(), now))
+            }
+        };
         if let Ended::KindHeld(left) = ended {
-            self.core.report_hold(self.key, left, Cause::Kind);
+            core.report_hold(key, left, Cause::Kind);
         }
-        let refused = signal.refusal().map(|status| {
-            let mut waited = self.take_waited(now);
-            let (label, span, turns) = (waited.label.clone(), waited.span, waited.turns);
-            waited.refused = Some(status);
-            let back = match ended {
-                Ended::IsBack(number) => Some(self.waits_again(number, waited)),
-                Ended::Done | Ended::KindHeld(_) => None,
-            };
-            (status, label, span, turns, back)
-        });
-        if let Some(left) = held.and_then(|until| until.checked_duration_since(now)) {
-            counting::held_by(&self.core, self.key, signal, left);
+        if let Some(left) = held {
+            counting::held_by(&core, key, signal, left);
         }
-        let (status, label, span, turns, back) = refused?;
-        events::upstream_limited(
-            Some(self.core.tally()),
-            &label,
-            status,
-            signal.retry_after(),
-        );
-        if back.is_some() {
-            return back.map(Back::Waits);
-        }
-        let since = now.checked_sub(span).unwrap_or(now);
-        let request = RefusedRequest::of_pace(label, since, turns);
-        let limited = request.refused_upstream(status, signal.retry_after(), now);
-        Some(Back::Ended(limited))
+        events::upstream_limited(Some(core.tally()), &label, status, signal.retry_after());
+        back
     }
 
-    /// Counts the request, which leaves now.
-    pub(crate) fn left(&mut self) {
-        if let Some(waited) = &mut self.waited
-            && let Some(mut open) = waited.open.take()
-        {
-            open.left(Outcome::Waited);
-        }
-    }
-
-    /// Looks whether the request may still leave, some time after its turn. During a hold it gives up its turn
-    /// and returns to its old place. It ends if its `deadline` or that of a drain has passed.
-    pub(crate) fn leave_or_wait(mut self, deadline: Option<Instant>) -> Result<Self, Back> {
+    /// Lets the request leave some time after its turn, and counts it. During a hold it gives up its turn and returns to
+    /// its old place. It is refused if its deadline or that of a drain has passed.
+    pub(crate) fn leave(mut self) -> Admission<Self, Box<PaceWait>> {
         let now = clock::now();
+        let core = self.request.core.clone();
         let has_passed = |by: Option<Instant>| by.is_some_and(|by| by < now);
-        let reason = if has_passed(deadline) {
+        let reason = if has_passed(self.request.entry.deadline) {
             Some(Reason::Deadline)
-        } else if has_passed(self.core.tally().drained_by()) {
+        } else if has_passed(core.tally().drained_by()) {
             Some(Reason::Draining)
         } else {
             None
         };
-        let held = self.core.find(self.key, |waiters| waiters.held(now));
-        let is_held = held.flatten().is_some();
-        let Some(flight) = self.flight.take_if(|_| is_held || reason.is_some()) else {
-            return Ok(self);
+        let held = core.find(self.key(), |waiters| waiters.held(now)).flatten();
+        let Some(flight) = self.flight.take_if(|_| held.is_some() || reason.is_some()) else {
+            let waited = self.request.waited.as_mut();
+            if let Some(mut open) = waited.and_then(|waited| waited.open.take()) {
+                open.request.left(Outcome::Waited);
+            }
+            return Admission::Go(self);
         };
-        self.core.tally().give_back(1);
-        let (number, latest) = (flight.number, self.bound.latest);
+        core.tally().give_back(1);
+        let (number, latest) = (flight.number, self.request.bound.latest);
         let arrived = flight.sent();
         self.ends(|waiters, wakers| match reason {
             Some(_) => waiters.unsent(flight, now, wakers),
             None => waiters.wait_again(flight, latest, now, wakers),
         });
-        let mut waited = self.take_waited(arrived);
-        Err(match reason {
-            Some(reason) => Back::Ended(waited.end(&self.core, reason, Refusal::NEVER, now)),
-            None => Back::Waits(self.waits_again(number, waited)),
-        })
+        match reason {
+            Some(reason) => {
+                let refusal = Refusal::NEVER;
+                Admission::No(self.request.refuse(reason, refusal, arrived, now))
+            }
+            None => {
+                self.request.waited_or_left(arrived);
+                Admission::Wait(self.request.take().waits_again(number))
+            }
+        }
     }
 
     /// Ends the permit of a request that was certainly not sent. The next request may leave in its
@@ -330,7 +396,7 @@ impl ThrottlePermit {
     pub fn give_back(mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.core.tally().give_back(1);
+            self.request.core.tally().give_back(1);
             self.ends(|waiters, wakers| waiters.unsent(flight, now, wakers));
         }
     }
@@ -348,7 +414,7 @@ impl Drop for ThrottlePermit {
 impl fmt::Debug for ThrottlePermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ThrottlePermit")
-            .field("key", &self.key)
+            .field("key", &self.key())
             .field("waited", &self.waited())
             .finish_non_exhaustive()
     }
@@ -356,64 +422,30 @@ impl fmt::Debug for ThrottlePermit {
 
 /// Waits for a permit. Dropping the wait gives up the request's place in the queue.
 pub(crate) struct PaceWait {
-    core: Arc<ThrottleCore>,
-    key: Key,
+    request: PacedRequest,
     /// The request's number in the queue; `None` once the wait has ended.
     number: Option<Number>,
-    /// `None` once the request has its turn.
-    waited: Option<Box<TurnWaited>>,
-    bound: WaitBound,
-    /// The kind of the request, if it is known.
-    kind: Option<Key>,
 }
 
 impl PaceWait {
-    /// Makes the wait of a request that has not waited before.
-    pub(super) fn new(
-        open: OpenRequest<ThrottleCore>,
-        core: Arc<ThrottleCore>,
-        key: Key,
-        number: Number,
-        label: Label,
-        start: Instant,
-        bound: WaitBound,
-    ) -> Self {
-        let mut waited = TurnWaited::at_once(label, start);
-        waited.turns = 1;
-        waited.open = Some(open);
-        PaceWait {
-            core,
-            key,
-            number: Some(number),
-            waited: Some(waited),
-            bound,
-            kind: None,
-        }
-    }
-
-    /// Sets the kind of the request, if it is known.
-    pub(super) fn of_kind(mut self, kind: Option<Key>) -> Self {
-        self.kind = kind;
-        self
-    }
-
-    /// Returns the label of the key of the request.
-    pub(crate) fn label(&self) -> Label {
-        match &self.waited {
-            Some(waited) => waited.label.clone(),
-            None => self.core.label(self.key, None),
-        }
-    }
-
     /// Returns whether the key is on hold for longer than the throttle is drained.
     fn is_held_beyond_drain(&self) -> bool {
-        let Some(by) = self.core.tally().drained_by() else {
+        let PacedRequest { core, entry, .. } = &self.request;
+        let Some(by) = core.tally().drained_by() else {
             return false;
         };
-        let held_until = self
-            .core
-            .find(self.key, |waiters| waiters.queue.held_until());
+        let held_until = core.find(entry.key, |waiters| waiters.queue.held_until());
         held_until.flatten().is_some_and(|until| until > by)
+    }
+
+    /// Gives up the place in the queue.
+    fn leave(&mut self, now: Instant) {
+        if let Some(number) = self.number.take() {
+            let PacedRequest { core, entry, .. } = &self.request;
+            core.at(entry.key, |waiters, wakers| {
+                waiters.leave(number, now, wakers)
+            });
+        }
     }
 }
 
@@ -424,37 +456,36 @@ impl Future for PaceWait {
         let now = clock::now();
         let ended = "a future is not polled after it was ready";
         let number = self.number.expect(ended);
-        let open = self.waited.as_mut().expect(ended).open.as_mut();
-        let is_drained = open.is_some_and(|open| open.poll_drained(cx).is_ready());
+        let waited = self.request.waited.as_mut().expect(ended);
+        let open = waited.open.as_mut();
+        let is_drained = open.is_some_and(|open| open.request.poll_drained(cx).is_ready());
         let done = if is_drained || self.is_held_beyond_drain() {
-            self.core.at(self.key, |waiters, wakers| {
-                waiters.leave(number, now, wakers)
-            });
+            self.leave(now);
             Err(TurnTooLate {
                 reason: None,
                 retry_at: None,
             })
         } else {
-            let polled = self.core.at(self.key, |waiters, wakers| {
+            let PacedRequest { core, entry, .. } = &self.request;
+            let polled = core.at(entry.key, |waiters, wakers| {
                 waiters.poll(number, now, cx, wakers)
             });
             ready!(polled.expect("a key with a waiter stays in use"))
         };
         self.number = None;
-        let mut waited = self.waited.take().expect(ended);
-        let core = self.core.clone();
+        let mut request = self.request.take();
         Poll::Ready(match done {
             Ok(flight) => {
+                let mut permit = request.leaves(flight);
+                let waited = permit.request.waited_or_left(now);
                 waited.span = now.saturating_duration_since(waited.start);
                 events::waited(&waited.label, waited.span, waited.turns);
-                core.add_units(self.key, 1);
-                let waited = Some(waited);
-                let permit = ThrottlePermit::new(core, self.key, flight, waited, self.bound);
-                Ok(permit.of_kind(self.kind))
+                permit.request.core.add_units(permit.key(), 1);
+                Ok(permit)
             }
             Err(late) => {
-                let (reason, refusal) = late.refused(self.bound, now);
-                Err(waited.end(&core, reason, refusal, now))
+                let (reason, refusal) = late.refused(request.bound, now);
+                Err(request.refuse(reason, refusal, now, now))
             }
         })
     }
@@ -462,11 +493,8 @@ impl Future for PaceWait {
 
 impl Drop for PaceWait {
     fn drop(&mut self) {
-        if let Some(number) = self.number.take() {
-            let now = clock::now();
-            self.core.at(self.key, |waiters, wakers| {
-                waiters.leave(number, now, wakers)
-            });
+        if self.number.is_some() {
+            self.leave(clock::now());
         }
     }
 }

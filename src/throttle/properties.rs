@@ -8,8 +8,8 @@ use http::StatusCode;
 use proptest::prelude::*;
 
 use super::paced_queue::*;
-use super::permit::Back;
-use super::{Begun, Throttle, ThrottleSettings};
+use super::{PaceEntry, Throttle, ThrottleSettings};
+use crate::admission::Admission;
 use crate::clock;
 use crate::key::Key;
 use crate::pacing::{Dice, Fair, Pace, Pause, Reply, Traffic};
@@ -279,10 +279,10 @@ async fn call(
         }
     };
     let mut waits = waiting(number);
-    let mut permit = match throttle.begin(key, None, None, || "law".into()) {
-        Begun::Leaves(permit) => permit,
-        Begun::Waits(wait) => wait.await.expect("it can wait for long"),
-        Begun::Limited(limited) => panic!("{limited}"),
+    let mut permit = match throttle.begin(PaceEntry::new(key), || "law".into()) {
+        Admission::Go(permit) => permit,
+        Admission::Wait(wait) => wait.await.expect("it can wait for long"),
+        Admission::No(limited) => panic!("{limited}"),
     };
     for attempt in 0.. {
         waits.stay.left = true;
@@ -291,7 +291,7 @@ async fn call(
         let (refused, left, wait) = caller.answers[attempt.min(caller.answers.len() - 1)];
         let signal = signal(refused && attempt < caller.answers.len(), left, wait);
         match permit.answered_or_back(&signal, None, clock::now()) {
-            Some(Back::Waits(wait)) => {
+            Ok(Some(wait)) => {
                 if attempt > 0 {
                     // After its second refusal it goes behind the others.
                     number = come.fetch_add(1, Ordering::Relaxed);
@@ -299,8 +299,8 @@ async fn call(
                 waits = waiting(number);
                 permit = wait.await.expect("it can wait for long");
             }
-            Some(Back::Ended(limited)) => panic!("{limited}"),
-            None => return,
+            Ok(None) => return,
+            Err(limited) => panic!("{limited}"),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The supervision of the sync task of one key.
 //!
-//! A sync task writes the register for all waiters of a key. It runs in the runtime of a caller,
-//! and that runtime may be dropped or make no progress. So the waiters watch the task. If it is
+//! A sync task writes the register for all waiters of a key. If the store has no background, it runs in the runtime of a
+//! caller, and that runtime may be dropped or make no progress. So the waiters watch the task. If it is
 //! late, or was lost, the next change of the key starts another one. A task that was replaced ends
 //! once it notices that its number is out of date.
 

@@ -12,13 +12,12 @@ use std::time::{Duration, Instant};
 use super::engine::{SharedPace, ThrottleCore};
 use super::sync::NextSync;
 use super::sync_state::{CasRequest, StoreChange};
-use crate::blocking;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
 use crate::stats::Gate;
-use crate::store::{Register, RegisterRequest, StoreReply};
+use crate::store::{Register, RegisterRequest, StoreReply, spawn};
 use crate::wakers::Wakers;
 
 /// How long the store keeps a register after its last change.
@@ -42,13 +41,12 @@ type CasReply = Pin<Box<dyn Future<Output = Result<Register, StoreError>> + Send
 impl SyncTask {
     /// Starts the task with this number.
     ///
-    /// Outside of a Tokio runtime the task runs in that of [blocking code](crate::blocking). If there
-    /// is none, it is dropped at once, and the next change of the key starts another.
+    /// If there is no runtime in which it could run, it is dropped at once, and the next change of the key starts another.
     pub(super) fn start(core: &Arc<ThrottleCore>, key: Key, number: u64) {
         let Some(shared) = core.shared.clone() else {
             return;
         };
-        let core = core.clone();
+        let (core, store) = (core.clone(), shared.store.clone());
         let sync_task = SyncTask {
             core,
             shared,
@@ -58,9 +56,7 @@ impl SyncTask {
             timer: Timer::at(clock::now()),
             done: false,
         };
-        if let Some(runtime) = blocking::runtime_for_tasks() {
-            drop(runtime.spawn(sync_task));
-        }
+        spawn(&*store, sync_task);
     }
 
     fn send(&self, request: CasRequest) -> StoreReply<Register> {

@@ -44,8 +44,7 @@ async fn quiet_call_leaves_at_once(all: &Limiter, channels: &Limiter) -> Instant
 }
 
 /// Returns how many calls `callers` make in a minute, one after the other, after a warm-up of ten seconds.
-async fn made(all: Quota, channels: Quota, callers: usize, span: Duration) -> usize {
-    let (all, channels) = (limiter(all), limiter(channels));
+async fn made(all: Limiter, channels: Limiter, callers: usize, span: Duration) -> usize {
     let (from, end) = (Instant::now() + 10 * SECOND, Instant::now() + 70 * SECOND);
     let mut tasks = JoinSet::new();
     for _ in 0..callers {
@@ -127,14 +126,18 @@ async fn waiters_of_an_in_flight_slot_keep_no_unit() {
 
 #[tokio::test(start_paused = true)]
 async fn both_limits_are_used_up_whichever_is_scarce() {
+    both_limits_are_used_up(limiter).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn both_limits_are_used_up_in_a_late_store() {
+    both_limits_are_used_up(remote_limiter).await;
+}
+
+async fn both_limits_are_used_up(limiter: fn(Quota) -> Limiter) {
     let made_of = async |in_flight, rate, span| {
-        made(
-            Quota::in_flight(in_flight),
-            Quota::per_second(rate),
-            20,
-            span,
-        )
-        .await
+        let all = limiter(Quota::in_flight(in_flight));
+        made(all, limiter(Quota::per_second(rate)), 20, span).await
     };
     // Four calls a second are allowed: two at a time, each of half a second.
     let made = made_of(2, 10, SECOND / 2).await;
@@ -142,6 +145,21 @@ async fn both_limits_are_used_up_whichever_is_scarce() {
     // One a second: the rate.
     let made = made_of(8, 1, 5 * SECOND).await;
     assert!((60 * 97 / 100..=62).contains(&made), "{made}");
+}
+
+/// While the store answers a claim, the request keeps the slots that are due. The next ones of a bucket are behind those
+/// of all others.
+#[tokio::test(start_paused = true)]
+async fn slots_are_kept_while_a_late_store_claims() {
+    let all = remote_limiter(Quota::in_flight(4));
+    let channels = remote_limiter(Quota::every(SECOND / 4));
+    let start = Instant::now();
+    let mut calls = JoinSet::new();
+    for _ in 0..12 {
+        calls.spawn(call(all.clone(), channels.clone(), "one", MS));
+    }
+    calls.join_all().await;
+    assert!(start.elapsed() < 4 * SECOND, "{:?}", start.elapsed());
 }
 
 /// An in-flight slot goes to the request that came first, also if the later one had its rate first.

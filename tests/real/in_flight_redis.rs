@@ -6,6 +6,7 @@
 use crate::support::{in_flight, patient};
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use futures::future::join_all;
 use redis_server::{Proxy, RedisServer};
 use tokio::time::{Instant, sleep};
 use tollgate::store::RedisStore;
-use tollgate::{Key, Quota, RateLimitLayer};
+use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
 
 use in_flight::{Upstream, builder, free, millis, process, scripts_run, until_free};
 
@@ -475,4 +476,50 @@ async fn slots_of_unpolled_waiters_go_to_another_process() {
     drop(first);
     drop(next.await.unwrap().unwrap());
     drop(idle.await.unwrap());
+}
+
+/// Makes a call of `channel`, as one of `all`. A busy machine may take longer for the answer than a permit is valid: then
+/// the call is made again.
+async fn call(all: Limiter, channels: Limiter, channel: &'static str) {
+    loop {
+        let request = all.acquire(Key::ALL);
+        match request.and(channels.acquire(Key::new(channel))).await {
+            Ok(permit) => return drop(permit),
+            Err(Limited::Store { .. }) => {}
+            Err(limited) => panic!("{limited}"),
+        }
+    }
+}
+
+/// Requests of two processes wait for the rate of one channel. None of them keeps one of the four in-flight slots of all
+/// channels.
+#[tokio::test]
+async fn waiters_of_a_rate_keep_no_in_flight_slot() {
+    const BUSY: usize = 12;
+
+    let server = RedisServer::start().unwrap();
+    let processes = [(); 2].map(|()| {
+        let all = process(&server, Quota::in_flight(4));
+        (all, process(&server, Quota::every(millis(250))))
+    });
+    let made = Arc::new(AtomicUsize::new(0));
+    let busy = (0..BUSY).map(|caller| {
+        let (all, channels) = processes[caller % 2].clone();
+        let made = made.clone();
+        tokio::spawn(async move {
+            call(all, channels, "busy").await;
+            made.fetch_add(1, Ordering::Relaxed);
+        })
+    });
+    let busy: Vec<_> = busy.collect();
+    sleep(millis(300)).await;
+    for (all, channels) in processes {
+        call(all, channels, "quiet").await;
+    }
+    // If they kept slots, the quiet channel would have one when nearly all had left.
+    let made = made.load(Ordering::Relaxed);
+    assert!(made <= BUSY / 2, "{made} calls of the busy channel before");
+    for busy in join_all(busy).await {
+        busy.unwrap();
+    }
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use tokio::time::sleep;
 use tollgate::Key;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError, StoreReply,
-    UnusedPermits, Usage,
+    Claim, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
+    StoreListener, StoreReply, UnusedPermits, Usage,
 };
 
 /// A store whose replies take a trip. While it fails, no call arrives.
@@ -44,5 +44,13 @@ impl Store for Remote {
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         self.shared.peek(request)
+    }
+
+    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
+        let (shared, listener) = (self.shared.clone(), listener.clone());
+        tokio::spawn(async move {
+            sleep(Remote::TRIP).await;
+            shared.claim(claim, &listener);
+        });
     }
 }

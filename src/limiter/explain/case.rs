@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use super::found::Found;
 use crate::clock;
 use crate::error::{Reason, StoreError};
-use crate::limiter::admission;
 use crate::limiter::explanation::{Because, Verdict};
+use crate::limiter::no_slot;
 use crate::limiter::part::NewPart;
-use crate::limiter::reservation::Settled;
+use crate::limiter::reservation::NoSlot;
 use crate::quota::Limit;
 use crate::store::{LimitUsage, Usage};
 use crate::wait_queue::WaitBound;
@@ -50,12 +50,12 @@ impl KeyCase<'_> {
             return Ok(self.late(known, because));
         }
         match &self.found.outlook.refused {
-            Some(Settled::Refused(refusal)) => {
+            Some(NoSlot::Refused(refusal)) => {
                 let limit = refusal.limit.map(Because::Limit);
                 return Ok(self.late(refusal.wait, limit.unwrap_or(because)));
             }
             // The room for a request of several keys is that of its line.
-            Some(Settled::QueueFull) if self.is_only => {
+            Some(NoSlot::QueueFull) if self.is_only => {
                 return Ok(refused(Reason::QueueFull(
                     self.part.core.settings.max_queue,
                 )));
@@ -89,7 +89,7 @@ impl KeyCase<'_> {
         }
         let largest = self.found.largest_cost();
         let largest = largest.unwrap_or_else(|| self.part.largest_cost());
-        if let Some(reason) = admission::cost_above_limit(core, entry.cost, largest) {
+        if let Some(reason) = no_slot::cost_above_limit(core, entry.cost, largest) {
             return Some(refused(reason));
         }
         if !self.has_room() {

@@ -10,8 +10,8 @@ use crate::clock;
 use crate::key::Key;
 use crate::key_map::Evict;
 use crate::limiter::queue::next_number;
-use crate::limiter::reservation::Settled;
-use crate::store::{Claim, Refusal, StoreEvent};
+use crate::limiter::reservation::NoSlot;
+use crate::store::{Claim, StoreEvent};
 use crate::wait_queue::{Left, Number};
 use crate::wakers::Wakers;
 
@@ -154,9 +154,9 @@ impl KeyCalls {
         &mut self,
         number: Number,
         now: Instant,
-    ) -> Option<Settled<Number>> {
+    ) -> Option<Result<Number, NoSlot>> {
         let settled = self.waiters.collect(number)?;
-        if let Settled::Granted(slot) = settled
+        if let Ok(slot) = settled
             && self.is_lost(slot, now)
         {
             self.in_use -= 1;
@@ -180,7 +180,7 @@ impl KeyCalls {
         now: Instant,
         cx: &mut Context<'_>,
         wakers: &mut Wakers,
-    ) -> Poll<Settled<Number>> {
+    ) -> Poll<Result<Number, NoSlot>> {
         if let Some(settled) = self.collect(number, now) {
             return Poll::Ready(settled);
         }
@@ -197,7 +197,7 @@ impl KeyCalls {
             }
         }
         self.leave(number, now, wakers);
-        Poll::Ready(Settled::Refused(Refusal::NEVER))
+        Poll::Ready(Err(NoSlot::NEVER))
     }
 
     /// Ready if `slot` is lost. Else the task is woken when it is.
@@ -212,7 +212,7 @@ impl KeyCalls {
                 self.gave_up |= wait == Patience::Patient;
                 self.used_at = now;
             }
-            Some(Left::Settled(Settled::Granted(slot))) => self.end(slot, now, wakers),
+            Some(Left::Settled(Ok(slot))) => self.end(slot, now, wakers),
             Some(Left::Settled(_)) | None => {}
         }
     }
@@ -353,7 +353,7 @@ mod tests {
 
     fn granted(calls: &mut KeyCalls, number: Number, now: Instant) -> Number {
         match calls.collect(number, now) {
-            Some(Settled::Granted(slot)) => slot,
+            Some(Ok(slot)) => slot,
             settled => panic!("no slot: {settled:?}"),
         }
     }
@@ -438,19 +438,19 @@ mod tests {
         answer(&mut calls, 0);
         assert!(matches!(
             calls.collect(first, clock::now()),
-            Some(Settled::Refused(_))
+            Some(Err(NoSlot::Refused(_)))
         ));
         assert_eq!(claim(&mut calls), Some((0, 1)));
         answer(&mut calls, 0);
         assert!(matches!(
             calls.collect(second, clock::now()),
-            Some(Settled::Refused(_))
+            Some(Err(NoSlot::Refused(_)))
         ));
         let third = enter(&mut calls, true);
         assert!(
             matches!(
                 calls.collect(third, clock::now()),
-                Some(Settled::Refused(_))
+                Some(Err(NoSlot::Refused(_)))
             ),
             "no slot is free"
         );
@@ -465,7 +465,7 @@ mod tests {
         answer(&mut calls, 0);
         assert!(matches!(
             calls.collect(number, clock::now()),
-            Some(Settled::Refused(_))
+            Some(Err(NoSlot::Refused(_)))
         ));
         assert_eq!((claim(&mut calls), calls.idle_from()), (None, None));
         answer(&mut calls, 1);
@@ -497,7 +497,7 @@ mod tests {
         assert_eq!((claim(&mut calls), calls.idle_from()), (None, None));
         assert!(matches!(
             calls.collect(number, clock::now()),
-            Some(Settled::Failed(_))
+            Some(Err(NoSlot::Failed(_)))
         ));
         assert!(calls.idle_from().is_some());
     }

@@ -15,7 +15,6 @@ use crate::clock;
 use crate::key::Key;
 use crate::limit::{HolderUpdate, InFlightSlots, Micros};
 use crate::limiter::queue::next_number;
-use crate::limiter::reservation::Settled;
 use crate::store::{Claim, StoreEvent};
 use crate::wait_queue::Number;
 use crate::wakers::Wakers;
@@ -127,7 +126,7 @@ impl World {
             ..
         } = process;
         waiting.retain(|&number| match calls.collect(number, clock::now()) {
-            Some(Settled::Granted(slot)) => {
+            Some(Ok(slot)) => {
                 in_use.push(slot);
                 false
             }

@@ -4,15 +4,14 @@ use std::task::Context;
 use std::time::Instant;
 
 use crate::error::StoreError;
-use crate::limiter::reservation::Settled;
-use crate::store::Refusal;
+use crate::limiter::reservation::NoSlot;
 use crate::wait_queue::{Left, Number, WaitQueue};
 use crate::wakers::Wakers;
 
 /// The requests that wait for a slot, in their order.
 #[derive(Default)]
 pub(super) struct SlotWaiters {
-    queue: WaitQueue<Patience, Settled<Number>>,
+    queue: WaitQueue<Patience, Result<Number, NoSlot>>,
     /// The claim whose answer ends the wait of the last impatient request. Zero if none has entered since that answer.
     until_answer: u64,
     /// The slots that were not collected at the last look.
@@ -50,8 +49,7 @@ impl SlotWaiters {
 
     /// Enters a request that is refused at once.
     pub(super) fn enter_refused(&mut self, number: Number) {
-        self.queue
-            .enter_settled(number, Settled::Refused(Refusal::NEVER));
+        self.queue.enter_settled(number, Err(NoSlot::NEVER));
     }
 
     /// Returns whether an impatient request waits for the answer to a claim after the claim
@@ -66,7 +64,7 @@ impl SlotWaiters {
     }
 
     /// Returns how the wait of `number` ended, if it did.
-    pub(super) fn collect(&mut self, number: Number) -> Option<Settled<Number>> {
+    pub(super) fn collect(&mut self, number: Number) -> Option<Result<Number, NoSlot>> {
         self.queue.collect(number)
     }
 
@@ -87,13 +85,16 @@ impl SlotWaiters {
     }
 
     /// Removes `number`. Returns what it had.
-    pub(super) fn leave(&mut self, number: Number) -> Option<Left<Patience, Settled<Number>>> {
+    pub(super) fn leave(
+        &mut self,
+        number: Number,
+    ) -> Option<Left<Patience, Result<Number, NoSlot>>> {
         self.queue.leave(number)
     }
 
     /// Grants `slot` to the request that came first, if one waits.
     pub(super) fn grant_first(&mut self, slot: Number, wakers: &mut Wakers) {
-        self.queue.settle_first(Settled::Granted(slot), wakers);
+        self.queue.settle_first(Ok(slot), wakers);
     }
 
     /// Returns whether a request has not collected its slot.
@@ -106,7 +107,7 @@ impl SlotWaiters {
         self.queue
             .uncollected()
             .filter_map(|(number, outcome)| match outcome {
-                Settled::Granted(slot) => Some((number, *slot)),
+                Ok(slot) => Some((number, *slot)),
                 _ => None,
             })
     }
@@ -138,7 +139,7 @@ impl SlotWaiters {
                 *wait,
                 Patience::Impatient { until_answer } if until_answer <= number
             );
-            is_answered.then_some(Settled::Refused(Refusal::NEVER))
+            is_answered.then_some(Err(NoSlot::NEVER))
         };
         self.queue.settle_where(refuse, wakers);
         if self.until_answer <= number {
@@ -149,7 +150,7 @@ impl SlotWaiters {
     /// Ends all waits with `error` of the store.
     pub(super) fn fail(&mut self, error: &StoreError, wakers: &mut Wakers) {
         self.queue
-            .settle_where(|_, _| Some(Settled::Failed(error.clone())), wakers);
+            .settle_where(|_, _| Some(Err(NoSlot::Failed(error.clone()))), wakers);
         self.until_answer = 0;
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::set::{JointSet, WantedSlot};
-use super::{JointRefusal, RefusalCause, give_back};
+use super::{JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
@@ -12,9 +12,10 @@ use crate::limiter::division;
 use crate::limiter::key_state::{JointAnswer, JointAsk, KeyState, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::Reservation;
+use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::limiter::slots::Slots;
-use crate::limiter::store_call::{StoreCall, UnlessLost};
+use crate::limiter::store_call::StoreCall;
+use crate::limiter::tasks::unless_lost;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::{ANSWER, WaitBound};
 
@@ -28,13 +29,13 @@ const REST: Duration = Duration::from_millis(10);
 pub(super) fn begin(set: &Arc<JointSet>) {
     if let Some(first) = set.parts.first() {
         let of_lost = set.clone();
-        let unless_lost = UnlessLost::new(move || of_lost.booking_lost());
-        first.core.start(book(set.clone(), unless_lost));
+        let book = unless_lost(book(set.clone()), move || of_lost.booking_lost());
+        first.core.start(book);
     }
 }
 
-/// Books for a set. If it is dropped before its end, another task begins.
-async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
+/// Books for a set.
+async fn book(set: Arc<JointSet>) {
     while let Some(mut wanted) = set.next_wanted() {
         let outcome = match set.settles() {
             true => book_near(&set, &mut wanted).await,
@@ -42,7 +43,6 @@ async fn book(set: Arc<JointSet>, unless_lost: UnlessLost<impl FnOnce()>) {
         };
         set.booked(&wanted, outcome);
     }
-    unless_lost.end();
 }
 
 /// Searches for a joint slot that is near, again and again: see [`near_booking`].
@@ -59,7 +59,7 @@ async fn book_near(set: &JointSet, wanted: &mut WantedSlot) -> Result<Slots, Joi
         let outcome = SlotSearch::new(set, wanted).run(bound).await;
         let Err(JointRefusal {
             part,
-            cause: RefusalCause::Refused(refusal),
+            cause: NoSlot::Refused(refusal),
         }) = outcome
         else {
             return outcome;
@@ -191,13 +191,10 @@ impl<'a> SlotSearch<'a> {
                         clock::sleep_until(until).await;
                         self.began = clock::now();
                     }
-                    JointAnswer::Refused(refusal) => return refused(part, refusal),
-                    JointAnswer::Failed(error) => {
+                    JointAnswer::No(NoSlot::Failed(error))
+                        if self.parts[part].core.fails_open_on(&error) =>
+                    {
                         let Part { core, key, .. } = &self.parts[part];
-                        if !core.fails_open_on(&error) {
-                            let cause = RefusalCause::Failed(error);
-                            return Err(JointRefusal { part, cause });
-                        }
                         if let Some(left) = core.held(*key, clock::now()) {
                             // No request passes uncounted while its key is on hold.
                             return refused(part, Refusal::for_span(left));
@@ -205,6 +202,7 @@ impl<'a> SlotSearch<'a> {
                         self.passes[part] = true;
                         self.uncounted = Some((part, error));
                     }
+                    JointAnswer::No(cause) => return Err(JointRefusal { part, cause }),
                 }
             }
         }
@@ -392,7 +390,7 @@ impl<'a> SlotSearch<'a> {
                 if let Some(slot) = ask.replaces {
                     core.give_back(key, slot);
                 }
-                Err(JointAnswer::Failed(core.full()))
+                Err(JointAnswer::No(NoSlot::Failed(core.full())))
             }
         }
     }
@@ -448,7 +446,7 @@ async fn answered(parts: &[Part], call: Call) -> (usize, JointAnswer) {
     });
     (
         part,
-        asked.unwrap_or_else(|| JointAnswer::Failed(parts[part].core.full())),
+        asked.unwrap_or_else(|| JointAnswer::No(NoSlot::Failed(parts[part].core.full()))),
     )
 }
 

@@ -14,7 +14,8 @@ use crate::join::join_all;
 use crate::limiter::key_state::{ask_to_confirm, confirmed};
 use crate::limiter::part::{Part, PerPart};
 use crate::limiter::slots::Slots;
-use crate::limiter::store_call::{StoreCall, UnlessLost};
+use crate::limiter::store_call::StoreCall;
+use crate::limiter::tasks::unless_lost;
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
 pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -> PerPart<usize> {
@@ -43,15 +44,13 @@ pub(super) fn begin(set: &Arc<JointSet>, doubtful: &[usize]) {
         .iter()
         .map(|part| confirm(set.parts[*part].clone()));
     let calls: PerPart<_> = calls.collect();
-    let of_lost = set.clone();
-    // If the task is dropped before its end, another one begins.
-    let unless_lost = UnlessLost::new(move || of_lost.confirmation_lost());
-    let of_task = set.clone();
-    set.parts[*first].core.start(async move {
+    let (of_task, of_lost) = (set.clone(), set.clone());
+    let confirm = async move {
         join_all(calls).await;
-        unless_lost.end();
         of_task.confirmed();
-    });
+    };
+    let confirm = unless_lost(confirm, move || of_lost.confirmation_lost());
+    set.parts[*first].core.start(confirm);
 }
 
 async fn confirm(part: Part) {

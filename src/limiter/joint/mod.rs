@@ -58,9 +58,8 @@ use std::time::Instant;
 use super::engine::Core;
 use super::key_state;
 use super::part::Part;
-use super::reservation::Reservation;
+use super::reservation::{NoSlot, Reservation};
 use crate::clock;
-use crate::error::StoreError;
 use crate::key::Key;
 use crate::store::Refusal;
 
@@ -99,20 +98,12 @@ pub(super) fn give_back_of<'a>(
 pub(super) struct JointRefusal {
     /// The part that refuses it.
     pub(super) part: usize,
-    pub(super) cause: RefusalCause,
+    pub(super) cause: NoSlot,
 }
 
 impl JointRefusal {
     fn refused(part: usize, refusal: Refusal) -> Self {
-        let cause = RefusalCause::Refused(refusal);
+        let cause = NoSlot::Refused(refusal);
         JointRefusal { part, cause }
     }
-}
-
-#[derive(Clone, Debug)]
-pub(super) enum RefusalCause {
-    /// The wait would be too long, or was.
-    Refused(Refusal),
-    /// The store of the part failed.
-    Failed(StoreError),
 }

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::booking;
 use super::confirmation::{self, doubtful};
-use super::{JointRefusal, RefusalCause, give_back};
+use super::{JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -20,7 +20,7 @@ use crate::limiter::entry::Entry;
 use crate::limiter::lanes::{Booked, HandOut, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::ProbeNumber;
+use crate::limiter::reservation::{NoSlot, ProbeNumber};
 use crate::limiter::slots::Slots;
 use crate::locks::lock;
 use crate::quota::LONGEST_LIFE;
@@ -400,7 +400,7 @@ impl JointSet {
             }
             Err(
                 refusal @ JointRefusal {
-                    cause: RefusalCause::Failed(_),
+                    cause: NoSlot::Failed(_),
                     ..
                 },
             ) => {
@@ -601,11 +601,11 @@ impl SetState {
         let cause = if let Some((refusal, at)) = self.refused_near {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
-            RefusalCause::Refused(Refusal { wait, ..refusal })
+            NoSlot::Refused(Refusal { wait, ..refusal })
         } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.entered, ANSWER) {
-            RefusalCause::Refused(Refusal::NEVER)
+            NoSlot::NEVER
         } else {
-            RefusalCause::Failed(StoreError::NoAnswer { waited: ANSWER })
+            NoSlot::Failed(StoreError::NoAnswer { waited: ANSWER })
         };
         Some(JointRefusal {
             part: self.scarcest.unwrap_or(0),

@@ -5,6 +5,7 @@
 //! decides whether the store is called. One call at a time is under way. It books for all waiters
 //! without a slot. Its answer arrives at [`KeyState::call_answered`].
 
+use std::task::Poll;
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -20,7 +21,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::lanes::HandedOut;
 use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, Number};
-use crate::limiter::reservation::{ProbeNumber, Settled};
+use crate::limiter::reservation::{NoSlot, ProbeNumber};
 use crate::quota::Limit;
 use crate::store::{Demand, Lease, Refusal, StoreReply, trust};
 
@@ -46,14 +47,6 @@ struct BookingCall {
     prefetches: bool,
     /// Whether only slots that are near are of use.
     is_near: bool,
-}
-
-/// What became of a call to the store.
-enum Called {
-    /// The store answered at once.
-    Answered,
-    /// The answer is still to come.
-    UnderWay,
 }
 
 /// Returns whether the quota has a bucket, which keeps the order of its bookings.
@@ -89,8 +82,8 @@ impl KeyState {
             match self.send(ctx, &booking, died) {
                 // The store read the time after `ctx.now`, and to take in its answer for 100,000 waiters takes as long as a
                 // permit is valid. The permits of the next call are valid from then on.
-                Called::Answered => ctx.now = clock::now(),
-                Called::UnderWay => break,
+                Poll::Ready(()) => ctx.now = clock::now(),
+                Poll::Pending => break,
             }
         }
         self.return_unused(ctx, ctx.now);
@@ -253,9 +246,9 @@ impl KeyState {
         }
     }
 
-    /// Calls the store. If permits expired since the last call (`died`), the permits of later calls
-    /// are valid for longer.
-    fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, died: bool) -> Called {
+    /// Calls the store. Ready if it has answered at once. If permits expired since the last call (`died`), the permits of
+    /// later calls are valid for longer.
+    fn send(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, died: bool) -> Poll<()> {
         let demands = &booking.demands;
         let queue = self.queue.get_or_insert_default();
         let mut latest = queue.latest().unwrap_or(ctx.now);
@@ -272,9 +265,9 @@ impl KeyState {
                 let queue = self.queue.get_or_insert_default();
                 queue.call_sent(demands, ctx.now, false);
                 self.answered(ctx, call, answer, clock::now());
-                Called::Answered
+                Poll::Ready(())
             }
-            None => Called::UnderWay,
+            None => Poll::Pending,
         }
     }
 
@@ -411,7 +404,7 @@ impl KeyState {
             return queue.pause(wait, now, &mut ctx.work.wakers);
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
-        let refusal = Settled::Refused(lease.refused.unwrap_or(Refusal::NEVER));
+        let refusal = NoSlot::Refused(lease.refused.unwrap_or(Refusal::NEVER));
         if keeps && queue.waiting() > 0 {
             return self.keep_answer(ctx, slots.collect(), refusal, now);
         }
@@ -451,7 +444,7 @@ impl KeyState {
             // The store may have lost the slots that it booked.
             queue.void();
         }
-        let end = Settled::Failed(error);
+        let end = NoSlot::Failed(error);
         let end = Some(&end).filter(|_| !queue.take_exchange());
         let least = self.store.least_use(ctx.spec);
         queue.answered([], end, least, now, &mut ctx.work.wakers);

@@ -9,7 +9,7 @@ use super::store_view::slot;
 use crate::error::StoreError;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::Returns;
-use crate::limiter::reservation::Reservation;
+use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::store::{Demand, JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::WaitBound;
 
@@ -40,14 +40,12 @@ pub(in crate::limiter) enum JointAnswer {
         /// How often the limits of the key had changed, of those that the store has granted it under.
         changes: u32,
     },
-    /// The slot, or the end of a hold, would be too late.
-    Refused(Refusal),
     /// The store decides nothing for this time, because it lost its state.
     Paused(Duration),
     /// The store is asked again. It did not decide about this key, because another one refused, or it decided while the key
     /// was on hold, which has been released since.
     Again,
-    Failed(StoreError),
+    No(NoSlot),
 }
 
 impl JointAsk {
@@ -76,7 +74,7 @@ impl JointAsk {
         };
         if let Some(refusal) = known {
             state.give_back_now(ctx, &returns);
-            return Err(JointAnswer::Refused(refusal));
+            return Err(JointAnswer::No(NoSlot::Refused(refusal)));
         }
         let held = state.hold.left(now).unwrap_or_default();
         let earliest = self.earliest.saturating_duration_since(now).max(held);
@@ -98,7 +96,7 @@ impl JointAsk {
         let is_unchanged = state.limits.changes() == self.changes;
         let outcome = match state.take_in(ctx, call, answer, ctx.now) {
             Ok(taken_in) => self.granted(state, ctx, &taken_in, is_unchanged),
-            Err(error) => JointAnswer::Failed(error),
+            Err(error) => JointAnswer::No(NoSlot::Failed(error)),
         };
         go_on(state, ctx);
         outcome
@@ -152,7 +150,7 @@ impl JointAsk {
                     },
                 }
             }
-            (None, Some(left)) => JointAnswer::Refused(Refusal::for_span(left)),
+            (None, Some(left)) => JointAnswer::No(NoSlot::for_span(left)),
             (None, None) => {
                 // If units may come back, the store is asked again soon.
                 if !ctx.settles {
@@ -161,7 +159,7 @@ impl JointAsk {
                         .store
                         .note_refusal(cost, lease, ctx.fails_open, ctx.now);
                 }
-                JointAnswer::Refused(lease.refused.unwrap_or(Refusal::NEVER))
+                JointAnswer::No(NoSlot::Refused(lease.refused.unwrap_or(Refusal::NEVER)))
             }
         }
     }

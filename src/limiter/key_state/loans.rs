@@ -20,7 +20,7 @@ use super::{KeyState, joint_ask};
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::{CallNumber, Returns};
-use crate::limiter::reservation::{Reservation, Settled};
+use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::rng::dice;
 use crate::store::{Demand, Lease, StoreReply};
 use crate::wait_queue::ANSWER;
@@ -73,7 +73,7 @@ struct HeldAnswer {
     /// The call that was answered.
     call: Option<CallNumber>,
     slots: Vec<Reservation>,
-    refusal: Settled,
+    refusal: NoSlot,
 }
 
 /// What a class asks the other parts for.
@@ -212,7 +212,7 @@ impl KeyState {
         &mut self,
         ctx: &mut KeyContext<'_>,
         slots: Vec<Reservation>,
-        refusal: Settled,
+        refusal: NoSlot,
         now: Instant,
     ) {
         let call = self.queue.as_ref().and_then(|queue| queue.call_number());

@@ -9,8 +9,8 @@ use super::key_hold::HoldOrigin;
 use super::stated_limits::StatedLimit;
 use crate::error::Reason;
 use crate::limiter::quotas::QuotaId;
-use crate::limiter::reservation::Settled;
-use crate::store::{Demand, Refusal};
+use crate::limiter::reservation::NoSlot;
+use crate::store::Demand;
 use crate::wait_queue::WaitBound;
 
 /// What a key would do with a request that enters now, before the store is asked.
@@ -33,7 +33,7 @@ pub(in crate::limiter) struct Outlook {
     /// For how long no request may leave, because of the hold or a probe.
     pub(in crate::limiter) blocked: Option<Duration>,
     /// The refusal that the request would get without a call to the store.
-    pub(in crate::limiter) refused: Option<Settled>,
+    pub(in crate::limiter) refused: Option<NoSlot>,
     /// How many requests wait for a slot.
     pub(in crate::limiter) waiting: usize,
     /// The permits that requests without a slot would get before the request.
@@ -70,22 +70,22 @@ impl KeyState {
         bound: WaitBound,
         is_back: bool,
         ctx: &KeyContext<'_>,
-    ) -> Option<Settled> {
+    ) -> Option<NoSlot> {
         if let Some(refusal) = self.store.repeated_refusal(cost, bound, ctx.now)
             && !self.may_borrow(ctx, ctx.now)
             && !self.has_spare(cost)
         {
-            return Some(Settled::Refused(refusal));
+            return Some(NoSlot::Refused(refusal));
         }
         if !is_back && self.queued() >= ctx.max_queue {
-            return Some(Settled::QueueFull);
+            return Some(NoSlot::QueueFull);
         }
         let queue = self.queue.as_ref();
         let paused = queue.and_then(|queue| queue.paused_for(ctx.now));
         let wait = self
             .undivided_beyond(ctx, bound.latest)
             .or_else(|| paused.filter(|left| bound.is_too_long(*left, ctx.now)));
-        wait.map(|wait| Settled::Refused(Refusal::for_span(wait)))
+        wait.map(NoSlot::for_span)
     }
 
     /// Returns what the key would do with a request of `cost` units.

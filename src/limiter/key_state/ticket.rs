@@ -11,7 +11,7 @@ use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::{Number, Queue, Returns};
-use crate::limiter::reservation::{Reservation, Settled};
+use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::store::{Demand, Lease, Refusal, StoreReply};
 use crate::wait_queue::WaitBound;
 
@@ -21,14 +21,6 @@ pub(in crate::limiter) struct Ticket {
     pub(in crate::limiter) number: Number,
     pub(in crate::limiter) cost: u32,
     pub(in crate::limiter) bound: WaitBound,
-}
-
-/// What became of a request that entered alone.
-enum EnteredAlone {
-    Ends(Settled),
-    Waits,
-    /// The own part refuses it, and the other parts are to be asked.
-    AsksOthers,
 }
 
 impl Ticket {
@@ -50,9 +42,9 @@ impl Ticket {
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         is_back: bool,
-    ) -> Option<Settled> {
+    ) -> Option<Result<Reservation, NoSlot>> {
         if let Some(slot) = state.take(self.cost, ctx.now) {
-            return Some(Settled::Granted(slot));
+            return Some(Ok(slot));
         }
         let held = state.hold.left(ctx.now);
         // One request that is held for too long asks the store for a release, and waits for the answer.
@@ -61,36 +53,44 @@ impl Ticket {
         if let Some(left) = held_too_long
             && !inquires
         {
-            return Some(refused_for(left));
+            return Some(Err(NoSlot::for_span(left)));
         }
-        if let Some(refused) = state.refusal_without_call(self.cost, self.bound, is_back, ctx) {
+        if let Some(no_slot) = state.refusal_without_call(self.cost, self.bound, is_back, ctx) {
             if inquires {
                 state.inquire(ctx);
             }
-            return Some(refused);
+            return Some(Err(no_slot));
         }
         if state.asks_alone(ctx) && state.are_parts_stated(ctx, ctx.now) {
-            match self.enter_alone(state, ctx) {
-                EnteredAlone::Ends(settled) => return Some(settled),
-                EnteredAlone::Waits => return None,
-                EnteredAlone::AsksOthers => {}
-            }
+            return self.enter_alone(state, ctx);
         }
-        let queue = state.queue.get_or_insert_default();
-        self.wait(queue, ctx.now, held);
+        self.wait(state.queue.get_or_insert_default(), ctx.now, held);
         if inquires {
             state.inquire(ctx);
         }
+        self.step(state, ctx)
+    }
+
+    /// Brings the key up to date for the request, which is in the queue. Returns how its wait has ended, if it has.
+    fn step(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<Result<Reservation, NoSlot>> {
         state.step(ctx, Some((self.number, self.cost)));
-        match self.collect(state, ctx.now) {
-            Some(Settled::Failed(cause)) => self.store_failed(state, ctx, cause),
-            settled => settled,
+        match self.collect(state, ctx.now)? {
+            Err(NoSlot::Failed(cause)) => self.store_failed(state, ctx, cause),
+            ended => Some(ended),
         }
     }
 
     /// Enters the request while no other request waits. Calls the store for this request alone, and
     /// for permits to prefetch. The store has answered all earlier calls of this key at once.
-    fn enter_alone(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> EnteredAlone {
+    fn enter_alone(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<Result<Reservation, NoSlot>> {
         let demands = [Demand::new(self.cost, 1)];
         let ask = Ask::slots(&demands, self.bound.latest, Returns::new()).prefetching(true);
         match state.call(ctx, ask) {
@@ -98,7 +98,7 @@ impl Ticket {
             (call, StoreReply::Pending(answer)) => {
                 self.wait(state.queue.get_or_insert_default(), ctx.now, None);
                 state.call_under_way(ctx, &demands, call, answer);
-                EnteredAlone::Waits
+                None
             }
         }
     }
@@ -110,33 +110,32 @@ impl Ticket {
         ctx: &mut KeyContext<'_>,
         call: SentCall,
         answer: Result<Lease, StoreError>,
-    ) -> EnteredAlone {
+    ) -> Option<Result<Reservation, NoSlot>> {
         let taken_in = state.take_in(ctx, call, answer, ctx.now);
         state.after_answer(ctx, ctx.now);
         let lease = match taken_in {
             Ok(TakenIn { lease, .. }) => lease,
-            Err(error) => {
-                let settled = self.store_failed(state, ctx, error);
-                return settled.map_or(EnteredAlone::Waits, EnteredAlone::Ends);
-            }
+            Err(error) => return self.store_failed(state, ctx, error),
         };
         let Some(grant) = lease.grants.first() else {
             if lease.refused.is_some() && state.may_borrow(ctx, ctx.now) {
-                return EnteredAlone::AsksOthers;
+                // In the queue it asks the other parts.
+                self.wait(state.queue.get_or_insert_default(), ctx.now, None);
+                return self.step(state, ctx);
             }
             let recovering = lease.recovering.map(Refusal::for_span);
             let refusal = lease.refused.or(recovering).unwrap_or(Refusal::NEVER);
-            return EnteredAlone::Ends(Settled::Refused(refusal));
+            return Some(Err(NoSlot::Refused(refusal)));
         };
         let slot = slot(&lease, grant, (ctx.now, clock::now()));
         if grant.wait.is_zero() {
-            return EnteredAlone::Ends(Settled::Granted(slot));
+            return Some(Ok(slot));
         }
         let queue = state.queue.get_or_insert_default();
         self.wait(queue, ctx.now, None);
         queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
         state.borrow_later(ctx, ctx.now);
-        EnteredAlone::Waits
+        None
     }
 
     /// Polls the wait. Ready with its outcome. The permit may have expired: then the request
@@ -146,7 +145,7 @@ impl Ticket {
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         cx: &mut Context<'_>,
-    ) -> Poll<Settled> {
+    ) -> Poll<Result<Reservation, NoSlot>> {
         if let Some(settled) = self.collect_usable(state, ctx) {
             // There is room for another permit on its way.
             if state
@@ -169,49 +168,53 @@ impl Ticket {
             .as_mut()
             .filter(|queue| queue.is_waiting(self.number, self.cost))
         else {
-            return Poll::Ready(Settled::Refused(Refusal::NEVER));
+            return Poll::Ready(Err(NoSlot::NEVER));
         };
         if queue.is_over(self.number, self.cost, ctx.now) {
-            let settled = match self.waited_too_long(queue, ctx.now) {
-                Settled::Failed(cause) if ctx.fails_open => {
+            let no_slot = match self.waited_too_long(queue, ctx.now) {
+                NoSlot::Failed(cause) if ctx.fails_open => {
                     match state.hold.pass(ctx.max_hold, ctx.now) {
-                        Ok(probe) => Settled::Uncounted(cause, probe),
-                        Err(left) => refused_for(left),
+                        Ok(probe) => NoSlot::Uncounted(cause, probe),
+                        Err(left) => NoSlot::for_span(left),
                     }
                 }
-                settled => settled,
+                no_slot => no_slot,
             };
             self.leave(state, ctx);
-            return Poll::Ready(settled);
+            return Poll::Ready(Err(no_slot));
         }
         queue.register(self.number, self.cost, ctx.now, cx);
         Poll::Pending
     }
 
     /// Takes the outcome of the wait, if it has ended.
-    fn collect(&self, state: &mut KeyState, now: Instant) -> Option<Settled> {
+    fn collect(&self, state: &mut KeyState, now: Instant) -> Option<Result<Reservation, NoSlot>> {
         state.queue.as_mut()?.collect(self.number, self.cost, now)
     }
 
     /// Takes the outcome of the wait, if it has ended and the request can use it.
     ///
     /// If the key was put on hold meanwhile, the request may not leave. It waits again, in its old place.
-    fn collect_usable(&self, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> Option<Settled> {
+    fn collect_usable(
+        &self,
+        state: &mut KeyState,
+        ctx: &mut KeyContext<'_>,
+    ) -> Option<Result<Reservation, NoSlot>> {
         let settled = self.collect(state, ctx.now)?;
         let held = state.hold.left(ctx.now);
         match (settled, held) {
-            (Settled::Granted(slot), Some(left)) => {
+            (Ok(slot), Some(left)) => {
                 state.probe_comes_back(ctx, slot.probe);
                 state.queue.get_or_insert_default().returns.add(&slot);
-                self.wait_for_hold(state, ctx.now, left)
+                self.wait_for_hold(state, ctx.now, left).map(Err)
             }
-            (Settled::Granted(slot), None) => {
+            (Ok(slot), None) => {
                 if slot.until > ctx.now {
                     state.store.shorten_life(ctx.spec);
                 }
-                Some(Settled::Granted(slot))
+                Some(Ok(slot))
             }
-            (Settled::Failed(cause), _) => self.store_failed(state, ctx, cause),
+            (Err(NoSlot::Failed(cause)), _) => self.store_failed(state, ctx, cause),
             (settled, _) => Some(settled),
         }
     }
@@ -224,10 +227,10 @@ impl Ticket {
 
     /// Returns the request to its old place until no hold or probe stops it, after `left`. Refuses it if a hold
     /// lasts longer than it can wait. The response to a probe may arrive at any time.
-    fn wait_for_hold(&self, state: &mut KeyState, now: Instant, left: Duration) -> Option<Settled> {
+    fn wait_for_hold(&self, state: &mut KeyState, now: Instant, left: Duration) -> Option<NoSlot> {
         let is_held = state.hold.left(now).is_some();
         if is_held && self.bound.is_too_long(left, now) {
-            return Some(refused_for(left));
+            return Some(NoSlot::for_span(left));
         }
         self.wait(state.queue.get_or_insert_default(), now, Some(left));
         None
@@ -240,18 +243,18 @@ impl Ticket {
         state: &mut KeyState,
         ctx: &mut KeyContext<'_>,
         cause: StoreError,
-    ) -> Option<Settled> {
+    ) -> Option<Result<Reservation, NoSlot>> {
         if !ctx.fails_open || matches!(cause, StoreError::Full { .. }) {
-            return Some(Settled::Failed(cause));
+            return Some(Err(NoSlot::Failed(cause)));
         }
         match state.hold.pass(ctx.max_hold, ctx.now) {
-            Ok(probe) => Some(Settled::Uncounted(cause, probe)),
+            Ok(probe) => Some(Err(NoSlot::Uncounted(cause, probe))),
             Err(left) => {
                 let refused = self.wait_for_hold(state, ctx.now, left);
                 if refused.is_none() {
                     state.step(ctx, Some((self.number, self.cost)));
                 }
-                refused
+                refused.map(Err)
             }
         }
     }
@@ -297,28 +300,23 @@ impl Ticket {
         let Some(queue) = &mut state.queue else {
             return;
         };
-        if let Some(Settled::Granted(slot)) = queue.leave(self.number, self.cost) {
+        if let Some(Ok(slot)) = queue.leave(self.number, self.cost) {
             Self::give_up(state, ctx, slot);
         }
         state.step(ctx, None);
     }
 
     /// Returns the outcome for a request that can wait no longer.
-    fn waited_too_long(&self, queue: &Queue, now: Instant) -> Settled {
+    fn waited_too_long(&self, queue: &Queue, now: Instant) -> NoSlot {
         if !self.bound.by_deadline
             && let Some(waited) = queue.unanswered_for(now)
         {
             // The store may have booked a slot without this process knowing.
-            return Settled::Failed(StoreError::NoAnswer { waited });
+            return NoSlot::Failed(StoreError::NoAnswer { waited });
         }
         let wait = queue
             .last_slot(self.cost)
             .map(|slot| slot.saturating_duration_since(now));
-        Settled::Refused(Refusal { wait, limit: None })
+        NoSlot::Refused(Refusal { wait, limit: None })
     }
-}
-
-/// Refuses a request that would have to wait for `wait`.
-fn refused_for(wait: Duration) -> Settled {
-    Settled::Refused(Refusal::for_span(wait))
 }

@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::GivenUp;
 use crate::clock;
 use crate::limiter::lanes::{Booked, Lane, SlotWait};
-use crate::limiter::reservation::{ProbeNumber, Reservation, Settled};
+use crate::limiter::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::store::Refusal;
 use crate::wait_queue::Number;
 use crate::wait_queue::WaitBound;
@@ -15,7 +15,7 @@ use crate::wakers::Wakers;
 
 impl Booked for Reservation {
     type Costs = u32;
-    type Outcome = Settled;
+    type Outcome = Result<Reservation, NoSlot>;
 
     fn costs(&self) -> &u32 {
         &self.cost
@@ -39,8 +39,8 @@ impl Booked for Reservation {
         Some(Reservation { count, ..*self })
     }
 
-    fn granted(self, is_in_line: bool, probe: Option<ProbeNumber>) -> Settled {
-        Settled::Granted(Reservation {
+    fn granted(self, is_in_line: bool, probe: Option<ProbeNumber>) -> Result<Reservation, NoSlot> {
+        Ok(Reservation {
             is_at_once: self.is_at_once && !is_in_line,
             probe,
             ..self
@@ -55,7 +55,7 @@ pub(super) struct CallResult<'a> {
     /// How many waiters of the call got no slot.
     pub(super) left_out: usize,
     /// How the wait of these waiters ends. `None` if they are asked for again.
-    pub(super) end: Option<&'a Settled>,
+    pub(super) end: Option<&'a NoSlot>,
     /// The last waiter when the call was sent, if it asked for permits.
     pub(super) last_asked: Option<Number>,
     /// If the store refused: when the call was sent, and the last waiter then. A waiter that
@@ -95,8 +95,9 @@ impl Lane<Reservation> {
         wakers: &mut Wakers,
     ) {
         self.take_before(until, |slot| returns.add(&slot));
-        let refuse =
-            |_, wait: &SlotWait| (wait.bound.latest < until).then_some(Settled::Refused(refusal));
+        let refuse = |_, wait: &SlotWait| {
+            (wait.bound.latest < until).then_some(Err(NoSlot::Refused(refusal)))
+        };
         self.settle_where(refuse, wakers);
         self.enter_from(until);
     }
@@ -110,7 +111,7 @@ impl Lane<Reservation> {
             return;
         };
         let refuse = |number, wait: &SlotWait| {
-            (number >= first && wait.bound.latest < until).then_some(Settled::Refused(refusal))
+            (number >= first && wait.bound.latest < until).then_some(Err(NoSlot::Refused(refusal)))
         };
         self.settle_where(refuse, wakers);
     }
@@ -142,10 +143,10 @@ impl Lane<Reservation> {
         let left_out = self.left_out(result, without_slot);
         self.count_waits_from(now);
         let too_late = self.assign(result.granted, without_slot, now);
-        let mut leaving: SmallVec<[(Number, Settled); 2]> = SmallVec::new();
+        let mut leaving: SmallVec<[(Number, NoSlot); 2]> = SmallVec::new();
         leaving.extend(too_late.into_iter().map(|(number, slot)| {
             let wait = Some(slot.saturating_duration_since(now));
-            (number, Settled::Refused(Refusal { wait, limit: None }))
+            (number, NoSlot::Refused(Refusal { wait, limit: None }))
         }));
         if let Some(end) = result.end {
             let moved_up = leaving.len();
@@ -156,8 +157,8 @@ impl Lane<Reservation> {
                 .filter(|waiter| waiter.is_asked_for);
             leaving.extend(asked_for.map(|waiter| (waiter.number, end.clone())));
         }
-        for (number, settled) in leaving {
-            self.settle(number, settled, wakers);
+        for (number, no_slot) in leaving {
+            self.settle(number, Err(no_slot), wakers);
         }
         if let Some(last) = result.last_asked {
             let without_slot = self.without_slot();

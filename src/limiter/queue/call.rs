@@ -9,7 +9,7 @@ use super::answer::CallResult;
 use super::{Gathering, Queue, next_number};
 use crate::clock;
 use crate::limiter::lanes::Lane;
-use crate::limiter::reservation::{Reservation, Settled};
+use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::store::{Demand, Refusal};
 use crate::wait_queue::{ANSWER, Number};
 use crate::wakers::Wakers;
@@ -173,7 +173,7 @@ impl Queue {
     pub(in crate::limiter) fn answered(
         &mut self,
         slots: impl IntoIterator<Item = Reservation>,
-        end: Option<&Settled>,
+        end: Option<&NoSlot>,
         least: Duration,
         now: Instant,
         wakers: &mut Wakers,
@@ -201,7 +201,7 @@ impl Queue {
         let mut costs: SmallVec<[u32; 4]> = asked.map(|demand| demand.cost).collect();
         costs.sort_unstable();
         costs.dedup();
-        let is_refusal = matches!(end, Some(Settled::Refused(_)));
+        let is_refusal = matches!(end, Some(NoSlot::Refused(_)));
         let refused_at = call
             .filter(|_| is_refusal)
             .and_then(|call| Some((call.sent, call.last?)));

@@ -27,7 +27,7 @@ use smallvec::SmallVec;
 
 use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
 use super::prefetched::Prefetched;
-use super::reservation::{ProbeNumber, Reservation, Settled};
+use super::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::clock::{self, SHORTEST_TIMER};
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
@@ -204,7 +204,11 @@ impl Queue {
     }
 
     /// Removes a waiter. Returns its outcome if its wait had ended.
-    pub(super) fn leave(&mut self, number: Number, cost: u32) -> Option<Settled> {
+    pub(super) fn leave(
+        &mut self,
+        number: Number,
+        cost: u32,
+    ) -> Option<Result<Reservation, NoSlot>> {
         match self.lanes.leave(number, &cost)? {
             Left::Waiting(_) => None,
             Left::Settled(settled) => Some(settled),
@@ -212,7 +216,12 @@ impl Queue {
     }
 
     /// Takes the outcome of a wait that has ended.
-    pub(super) fn collect(&mut self, number: Number, cost: u32, now: Instant) -> Option<Settled> {
+    pub(super) fn collect(
+        &mut self,
+        number: Number,
+        cost: u32,
+        now: Instant,
+    ) -> Option<Result<Reservation, NoSlot>> {
         self.lanes.collect(number, &cost, now)
     }
 
@@ -478,7 +487,7 @@ impl Queue {
 
     /// Lets no request wait for longer than `by`. Refuses those whose slot is later.
     pub(super) fn end_by(&mut self, by: Instant, wakers: &mut Wakers) {
-        let end = || Settled::Refused(Refusal::NEVER);
+        let end = || Err(NoSlot::NEVER);
         self.lanes.change_all(|lane| lane.end_by(by, end, wakers));
         self.latest = self.latest.map(|latest| latest.min(by));
     }

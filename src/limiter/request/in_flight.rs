@@ -7,12 +7,14 @@ use smallvec::SmallVec;
 
 use super::{Request, WaitStage};
 use crate::error::Reason;
+use crate::key_map::Full;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::limited::{Stopped, Why};
 use crate::limiter::line::LinePlace;
 use crate::limiter::part::{Part, PartRef};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::Settled;
+use crate::limiter::reservation::NoSlot;
+use crate::limiter::slots::Slots;
 use crate::wait_queue::{WaitBound, answer_by};
 
 /// What a request has of a limit of calls in flight.
@@ -84,58 +86,95 @@ impl Request {
         Ok(())
     }
 
-    /// Takes the in-flight slots that the request lacks. Returns whether it has all of them. Otherwise it waits
-    /// for the first that it lacks.
-    pub(super) fn take_in_flight_slots(&mut self, now: Instant) -> Result<bool, Stopped> {
+    /// Takes the in-flight slots that the request lacks. Ready with the `slots` that are due, if it has some and keeps them.
+    /// Otherwise it waits for the first that it lacks.
+    ///
+    /// It keeps its slots while the store answers once. If that brings no in-flight slot, they go back and it waits on: units
+    /// of slots that have expired are lost.
+    pub(super) fn take_in_flight_slots(
+        &mut self,
+        mut slots: Option<Slots>,
+        now: Instant,
+    ) -> Poll<Result<Option<Slots>, Stopped>> {
         let LinePlace { number, bound, .. } = self.place;
-        let parts = self.line.parts();
-        let missing = self.in_flight.iter_mut();
-        for of_part in missing.filter(|of_part| of_part.is_missing()) {
-            let Part { core, key, .. } = &parts[of_part.part];
-            let latest = bound.patient_until;
-            let impatient = latest <= now;
+        let latest = bound.patient_until;
+        while let Some(index) = self.missing() {
+            let part = self.in_flight[index].part;
+            let Part { core, key, .. } = &self.parts()[part];
+            let expire = slots.as_ref().and_then(|slots| slots.until);
+            let impatient = latest <= now || slots.is_some();
             // The room was looked at before, and other threads may have taken it. A request that has waited keeps its
-            // place.
-            let max_queue = (!self.waited_before).then_some(core.settings.max_queue);
-            let Ok(entered) = in_flight_slot::enter(core, *key, number, impatient, max_queue, now)
-            else {
-                let why = Why::failed(core.full());
-                return Err(Stopped {
-                    part: of_part.part,
-                    why,
-                });
-            };
-            let Some(settled) = entered else {
+            // place, and one that asks once takes none.
+            let takes_room = !self.waited_before && (latest <= now || slots.is_none());
+            let max_queue = takes_room.then_some(core.settings.max_queue);
+            let entered = in_flight_slot::enter(core, *key, number, impatient, max_queue, now);
+            let ended = entered.unwrap_or_else(|Full| Some(Err(NoSlot::Failed(core.full()))));
+            let Some(ended) = ended else {
                 self.waited_before = true;
+                let once = expire.filter(|_| latest > now);
                 self.stage = WaitStage::InFlight {
-                    until: answer_by(latest, now),
+                    until: once.unwrap_or_else(|| answer_by(latest, now)),
+                    slots: slots.map(Box::new),
                 };
-                return Ok(false);
+                return Poll::Pending;
             };
-            of_part.grant = grant_of(parts, of_part.part, bound, settled)?;
+            slots = self.in_flight_ended(index, ended, slots, now)?;
         }
-        Ok(true)
+        Poll::Ready(Ok(slots))
     }
 
-    /// Polls for the in-flight slot that the request waits for.
+    /// Polls for the in-flight slot that the request waits for. Ready with the slots that it has kept meanwhile.
     pub(super) fn poll_in_flight(
         &mut self,
         until: Instant,
         now: Instant,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<(), Stopped>> {
-        let number = self.place.number;
-        let parts = self.line.parts();
-        let mut all = self.in_flight.iter_mut();
-        let Some(of_part) = all.find(|of_part| of_part.is_missing()) else {
-            return Poll::Ready(Ok(()));
+    ) -> Poll<Result<Option<Slots>, Stopped>> {
+        let Some(index) = self.missing() else {
+            return Poll::Ready(Ok(None));
         };
-        let Part { core, key, .. } = &parts[of_part.part];
-        let settled = ready!(in_flight_slot::poll(core, *key, number, until, now, cx));
-        self.stage = WaitStage::Nothing;
-        of_part.grant = grant_of(parts, of_part.part, self.place.bound, settled)?;
+        let Part { core, key, .. } = &self.parts()[self.in_flight[index].part];
+        let number = self.place.number;
+        let ended = ready!(in_flight_slot::poll(core, *key, number, until, now, cx));
+        let slots = match std::mem::replace(&mut self.stage, WaitStage::Nothing) {
+            WaitStage::InFlight { slots, .. } => slots.map(|slots| *slots),
+            _ => None,
+        };
+        let slots = self.in_flight_ended(index, ended, slots, now)?;
         self.waited_for_answer(now);
-        Poll::Ready(Ok(()))
+        Poll::Ready(Ok(slots))
+    }
+
+    /// Returns the first in-flight slot that the request lacks.
+    fn missing(&self) -> Option<usize> {
+        self.in_flight.iter().position(InFlightPart::is_missing)
+    }
+
+    /// Takes in how the request for an in-flight slot has ended. Returns the `slots` of the request. It has none, and still
+    /// lacks the in-flight slot, if it has asked once and can wait for it without them.
+    fn in_flight_ended(
+        &mut self,
+        index: usize,
+        ended: Result<Number, NoSlot>,
+        mut slots: Option<Slots>,
+        now: Instant,
+    ) -> Result<Option<Slots>, Stopped> {
+        let LinePlace { bound, .. } = self.place;
+        let is_refused = matches!(ended, Err(NoSlot::Refused(_)));
+        if let Some(slots) = slots.take_if(|_| is_refused && bound.patient_until > now) {
+            self.turns += 1;
+            self.line.give_back_to_stores(slots);
+            return Ok(None);
+        }
+        let part = self.in_flight[index].part;
+        let grant = grant_of(self.line.parts(), part, bound, ended);
+        if grant.is_err()
+            && let Some(slots) = slots.take()
+        {
+            self.line.give_back(slots);
+        }
+        self.in_flight[index].grant = grant?;
+        Ok(slots)
     }
 
     /// Gives up the in-flight slots that the store may have granted to other calls, while the request waited for its
@@ -174,20 +213,20 @@ fn grant_of(
     parts: &[Part],
     part: usize,
     bound: WaitBound,
-    settled: Settled<Number>,
+    settled: Result<Number, NoSlot>,
 ) -> Result<InFlightGrant, Stopped> {
     let Part { core, key, .. } = &parts[part];
     let why = match settled {
-        Settled::Granted(number) => {
+        Ok(number) => {
             let slot = InFlightSlot::new(core.clone(), *key, number);
             return Ok(InFlightGrant::Slot(slot));
         }
-        Settled::Failed(error) if core.fails_open_on(&error) => {
+        Err(NoSlot::Failed(error)) if core.fails_open_on(&error) => {
             return Ok(InFlightGrant::Uncounted);
         }
-        Settled::Failed(error) | Settled::Uncounted(error, _) => Why::Failed(error),
-        Settled::QueueFull => queue_full(&parts[part]),
-        Settled::Refused(_) => {
+        Err(NoSlot::Failed(error) | NoSlot::Uncounted(error, _)) => Why::failed(error),
+        Err(NoSlot::QueueFull) => queue_full(&parts[part]),
+        Err(NoSlot::Refused(_)) => {
             let reason = bound.reason();
             Why::Refused(reason, in_flight_slot::refusal(core, *key))
         }

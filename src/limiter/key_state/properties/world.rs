@@ -16,7 +16,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::limiter::queue::{CallNumber, next_number};
-use crate::limiter::reservation::{ProbeNumber, Reservation, Settled};
+use crate::limiter::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::quota::Quota;
 use crate::store::{Change, HoldState, Lease, Store, StoreReply};
 use crate::wait_queue::WaitBound;
@@ -163,7 +163,7 @@ impl World {
         let entered =
             self.act(|state, ctx, _| Ticket::new(number, cost, bound).enter(state, ctx, false));
         let (number, stage) = match entered {
-            Some(Settled::Granted(slot)) => {
+            Some(Ok(slot)) => {
                 self.assert_usable(&slot);
                 let waits =
                     |request: &Request| request.place.cost == cost && self.is_waiting(request);
@@ -174,12 +174,12 @@ impl World {
                 (0, Stage::Has(slot))
             }
             None => (number, Stage::Waiting),
-            Some(Settled::Failed(_)) => {
+            Some(Err(NoSlot::Failed(_))) => {
                 assert!(self.faults, "the store is there");
                 return;
             }
-            Some(Settled::Uncounted(_, probe)) => return self.left_uncounted(probe),
-            Some(Settled::Refused(_) | Settled::QueueFull) => return,
+            Some(Err(NoSlot::Uncounted(_, probe))) => return self.left_uncounted(probe),
+            Some(Err(NoSlot::Refused(_)) | Err(NoSlot::QueueFull)) => return,
         };
         let task = Arc::new(Task {
             woken: AtomicBool::new(true),
@@ -234,10 +234,10 @@ impl World {
                 self.requests[index].overtakes &= !waits;
                 return;
             }
-            Poll::Ready(Settled::Granted(slot)) if slot.until <= clock::now() => {
+            Poll::Ready(Ok(slot)) if slot.until <= clock::now() => {
                 return self.come_back(index, slot);
             }
-            Poll::Ready(Settled::Granted(slot)) => {
+            Poll::Ready(Ok(slot)) => {
                 self.assert_usable(&slot);
                 assert!(
                     !self.requests[index].overtakes,
@@ -245,21 +245,21 @@ impl World {
                 );
                 Stage::Has(slot)
             }
-            Poll::Ready(Settled::Uncounted(_, probe)) => {
+            Poll::Ready(Err(NoSlot::Uncounted(_, probe))) => {
                 self.left_uncounted(probe);
                 self.answer_lost = true;
                 Stage::Ended
             }
             // Its call is still under way.
-            Poll::Ready(Settled::Failed(StoreError::NoAnswer { .. })) => Stage::Ended,
-            Poll::Ready(Settled::Failed(error)) => {
+            Poll::Ready(Err(NoSlot::Failed(StoreError::NoAnswer { .. }))) => Stage::Ended,
+            Poll::Ready(Err(NoSlot::Failed(error))) => {
                 // Permits of an answer that took too long count as spent.
                 let too_slow = matches!(error, StoreError::TooSlow { .. });
                 assert!(self.faults || too_slow, "the store is there");
                 self.answer_lost = true;
                 Stage::Ended
             }
-            Poll::Ready(Settled::Refused(_) | Settled::QueueFull) => Stage::Ended,
+            Poll::Ready(Err(NoSlot::Refused(_)) | Err(NoSlot::QueueFull)) => Stage::Ended,
         };
         self.requests[index].stage = stage;
     }
