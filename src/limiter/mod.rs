@@ -17,7 +17,7 @@
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `hosts`, `quotas`, `entry` | values: booked slots, outcomes of waits, hosts, quotas that requests state, what a request states |
+// | `reservation`, `hosts`, `quotas`, `entry` | values: booked slots, why there is none, hosts, quotas that requests state, what a request states |
 // | `lanes` | the waiters of a line by costs, and the slots booked for them |
 // | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `key_states` | the states of all keys, and the way to visit one |

@@ -312,5 +312,16 @@ mod spans {
         assert_eq!((span.name, spans.count()), ("tollgate.wait", 1));
         assert_eq!(span.fields["reason"], "pace");
         assert!(span.has_ended);
+        // So is one by hand.
+        let throttle = AdaptiveThrottleLayer::new().throttle();
+        let first = throttle.acquire(Key::ALL).await.unwrap();
+        let end = async {
+            sleep(10 * MS).await;
+            drop(first);
+        };
+        let (second, ()) = join!(throttle.acquire(Key::ALL), end);
+        drop(second.unwrap());
+        assert_eq!(spans.count(), 2);
+        assert!(spans.last().has_ended);
     }
 }
