@@ -583,7 +583,7 @@ impl Gate for RateLimitLayer {
     }
 
     fn send(taken: Taken, wait: &mut Box<Wait>) -> Result<Option<Sent>, Limited> {
-        Ok(wait.leave(taken).map(Taken::sent))
+        Ok(wait.leave(taken)?.map(Taken::sent))
     }
 
     #[inline]

@@ -532,14 +532,13 @@ impl Future for Acquire {
                     return Poll::Ready(Err(limited));
                 }
                 Step::Waiting(wait) => {
-                    let result = match ready!(Pin::new(&mut *wait).poll(cx)) {
-                        Ok(taken) => match wait.leave(taken) {
-                            Some(taken) => {
-                                taken.is_by_hand();
-                                Ok(Permit::new(taken))
-                            }
-                            None => continue,
-                        },
+                    let polled = ready!(Pin::new(&mut *wait).poll(cx));
+                    let result = match polled.and_then(|taken| wait.leave(taken)) {
+                        Ok(Some(taken)) => {
+                            taken.is_by_hand();
+                            Ok(Permit::new(taken))
+                        }
+                        Ok(None) => continue,
                         Err(limited) => Err(limited),
                     };
                     self.0 = Step::Done;

@@ -43,7 +43,7 @@ impl Limiter {
             Admission::Wait(mut wait) => CountedUnit::Later(async move {
                 loop {
                     let taken = (&mut wait).await?;
-                    if let Some(taken) = wait.leave(taken) {
+                    if let Some(taken) = wait.leave(taken)? {
                         drop(taken.sent());
                         return Ok(());
                     }

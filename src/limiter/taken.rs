@@ -262,7 +262,20 @@ impl Taken {
         slots.map(|slot| slot.until).min()
     }
 
-    /// Returns whether the request may still leave.
+    /// Returns whether the store may have granted an in-flight slot of the request to another call.
+    pub(super) fn has_lost_slot(&self, now: Instant) -> bool {
+        let slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
+        slots.into_iter().any(|slot| slot.is_lost(now))
+    }
+
+    /// Returns whether the request leaves as a probe.
+    pub(super) fn is_probe(&self) -> bool {
+        self.rest
+            .as_ref()
+            .is_some_and(|rest| !rest.probes.is_empty())
+    }
+
+    /// Returns whether the slots of the request are valid.
     pub(crate) fn is_valid(&self) -> bool {
         self.deadline().is_none_or(|until| clock::now() < until)
     }

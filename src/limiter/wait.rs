@@ -85,15 +85,26 @@ impl Wait {
     }
 
     /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired, or if the
-    /// limiter is drained: then the request waits again, in its old place.
-    pub(crate) fn leave(&mut self, taken: Taken) -> Option<Taken> {
-        if taken.is_valid() && !self.open.is_drained() {
+    /// limiter is drained: then the request waits again, in its old place. The owner may have taken any time meanwhile, so a
+    /// request without a slot, which would expire, looks at holds and at its deadline once more.
+    ///
+    /// # Errors
+    ///
+    /// If the deadline of a request without a slot has passed. Then the wait has ended.
+    pub(crate) fn leave(&mut self, taken: Taken) -> Result<Option<Taken>, Limited> {
+        let now = clock::now();
+        let has_slot = taken.deadline().is_some();
+        if !has_slot && self.request.is_past_deadline(now) {
+            return Err(self.refuse(Reason::Deadline));
+        }
+        let is_stopped = !has_slot && !taken.is_probe() && self.request.is_held(now);
+        if taken.is_valid() && !taken.has_lost_slot(now) && !is_stopped && !self.open.is_drained() {
             self.open.left(taken.outcome());
             self.span.end();
-            return Some(taken);
+            return Ok(Some(taken));
         }
         self.request.wait_again(taken);
-        None
+        Ok(None)
     }
 
     /// Estimates the cost of the request anew if it waits for a whole limit, and a request was settled since the last

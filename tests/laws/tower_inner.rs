@@ -12,7 +12,7 @@ use std::task::{Context, Poll};
 use http::{Request, Response};
 use tokio::sync::Notify;
 use tollgate::store::{MemoryStore, Store};
-use tollgate::{Error, Limited, Quota, RateLimitLayer, Reason, by_host};
+use tollgate::{Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, by_host};
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt};
 
 use support::{Distant, SECOND, Upstream, get, ms, other_error, pass, settle, soon, used, waiting};
@@ -216,6 +216,47 @@ async fn a_waiter_that_missed_its_slot_holds_nothing_either() {
         upstream.log(),
         [("/1".into(), 0), ("/4".into(), 2500), ("/2".into(), 5000),]
     );
+}
+
+/// The permit of a request without a rate does not expire. While the inner service gets ready, its key is put on hold, or its
+/// deadline passes.
+#[tokio::test(start_paused = true)]
+async fn an_in_flight_slot_is_no_permit_for_later() {
+    let (upstream, limit) = (
+        Upstream::taking(ms(100)),
+        RateLimitLayer::new(Quota::in_flight(1)).unwrap(),
+    );
+    let door = Door::open(upstream.clone());
+    let mut service = limit.layer(door.clone());
+    let first = tokio::spawn(service.ready().await.unwrap().call(get("/first")));
+    settle().await;
+    let held = tokio::spawn(service.ready().await.unwrap().call(get("/held")));
+    door.becomes(State::Closed);
+    soon(first).await.unwrap().unwrap();
+    settle().await;
+    limit.limiter().hold_for(Key::ALL, ms(5000)).await.unwrap();
+    door.becomes(State::Open);
+    pass(ms(3000)).await;
+    assert_eq!(upstream.paths(), ["/first"]);
+    soon(held).await.unwrap().unwrap();
+    assert_eq!(upstream.log()[1], ("/held".into(), 5100));
+
+    let busy = tokio::spawn(service.ready().await.unwrap().call(get("/busy")));
+    settle().await;
+    let mut request = get("/late");
+    let deadline = tokio::time::Instant::now() + ms(500);
+    let deadline = Deadline::at(deadline.into_std());
+    request.extensions_mut().insert(deadline);
+    let late = tokio::spawn(service.ready().await.unwrap().call(request));
+    door.becomes(State::Closed);
+    soon(busy).await.unwrap().unwrap();
+    pass(ms(1000)).await;
+    door.becomes(State::Open);
+    let error = soon(late).await.unwrap().unwrap_err();
+    let Error::Limited(Limited::Local { reason, .. }) = error else {
+        panic!("{error}")
+    };
+    assert_eq!(reason, Reason::Deadline);
 }
 
 #[tokio::test(start_paused = true)]

@@ -63,6 +63,12 @@ impl Request {
         holds.max_by_key(|held| held.end)
     }
 
+    /// Returns whether one of its keys is on hold.
+    pub(in crate::limiter) fn is_held(&self, now: Instant) -> bool {
+        let mut keys = self.hold_keys();
+        keys.any(|(_, part, key)| part.core.held(key, now).is_some())
+    }
+
     /// Watches the holds of its keys. Returns the one that ends last.
     ///
     /// The states of several keys are kept while they are watched. Otherwise the state of one key could be evicted
