@@ -104,7 +104,7 @@ use trust::{Observation, Trust};
 ///   leave before a response shows the effect of one that all steps are smaller, and the set point is
 ///   higher, by the same factor.
 /// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is
-///   ignored, and `m` takes over at the interval that was reached. A value above the limit counts
+///   ignored, and `m` takes over, at `n` if a request was ever refused. A value above the limit counts
 ///   if it was reached gradually, because a bucket may be larger than its limit. A constant value
 ///   counts while we take as much as is refilled, unless it is 0. If Remaining appears only after
 ///   refusals without it, `n` becomes what `m` has learned.
@@ -220,9 +220,6 @@ const CALM: f64 = 50.0;
 /// The longest pause of an outage, in seconds, unless one interval is longer. A server that is healthy again is used
 /// after it.
 const LONGEST_PAUSE: f64 = 20.0;
-/// If Remaining becomes unknown within this many token times of a refusal, the interval that was
-/// reached is kept.
-const REMEMBERED: f64 = 1000.0;
 
 impl Fair {
     /// Creates a pace that knows nothing of the limit.
@@ -335,13 +332,8 @@ impl Fair {
             self.is_told = true;
         }
         match (was_blind, self.trust.is_silent()) {
-            (false, true) => {
-                let since = self
-                    .last_refusal
-                    .map(|last| seconds(last, now) / self.scale.token_time);
-                if self.level.is_some() && since.is_some_and(|since| since < REMEMBERED) {
-                    self.estimate.m = self.estimate.m.max(self.estimate.n);
-                }
+            (false, true) if self.level.is_some() && self.last_refusal.is_some() => {
+                self.estimate.m = self.estimate.m.max(self.estimate.n);
             }
             (true, false) => self.estimate.m = 0.0,
             (false, false) if believed.is_some() && self.level.is_none() => {
