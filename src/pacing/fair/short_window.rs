@@ -10,8 +10,8 @@
 //! spreads what is left until the latest end, and waits for it if nothing is left.
 //!
 //! In a bucket and in a sliding window Remaining rises little by little. Then windows seem to end too
-//! early, with a small rise, or not at all. If that happens too often, the limit *slides*, and
-//! Remaining shows how much of the last window is used.
+//! early, with a small rise, or not at all. If that happens too often, the limit *slides*. The effect of
+//! a request then lasts for a window, so Remaining is no ticket number.
 
 use std::time::Instant;
 
@@ -54,8 +54,8 @@ pub(super) struct Seen {
     pub(super) token_time: f64,
     /// The token time that spreads what is left over the rest of the window, in seconds.
     pub(super) paced_time: f64,
-    /// How many tokens fewer were used than by an even pace. If the limit slides, how many are left.
-    pub(super) spare: f64,
+    /// How many tokens fewer were used than by an even pace; `None` if the limit slides.
+    pub(super) spare: Option<f64>,
 }
 
 /// What the answers of one limit state.
@@ -101,8 +101,6 @@ const MOST_DOUBTS: u32 = 6;
 /// The shortest and the longest time of a token, in token times, for what is left of a window. A
 /// response is too old for a longer or a shorter one.
 const SPREAD: (f64, f64) = (0.7, 2.0);
-/// The least part of a token time for a limit that slides, while most of it is unused.
-const LEAST: f64 = 0.05;
 
 impl ShortWindow {
     /// Learns from an answer. Returns `None` if the limit has no short window.
@@ -138,8 +136,8 @@ impl ShortWindow {
         if self.slides() {
             return Some(Seen {
                 token_time,
-                paced_time: token_time * ((limit - remaining) / limit).max(LEAST),
-                spare: remaining,
+                paced_time: token_time,
+                spare: None,
             });
         }
         let (earliest, latest) = self.end?;
@@ -158,7 +156,7 @@ impl ShortWindow {
         Some(Seen {
             token_time,
             paced_time: spread.clamp(SPREAD.0 * token_time, SPREAD.1 * token_time),
-            spare,
+            spare: Some(spare),
         })
     }
 
@@ -260,6 +258,12 @@ impl ShortWindow {
     /// Returns the length of the window, in seconds, if the limit slides.
     pub(super) fn sliding_window(&self) -> Option<f64> {
         self.slides().then_some(self.length)
+    }
+
+    /// Returns which part of the last window was unused, if the limit slides.
+    pub(super) fn sliding_unused(&self) -> Option<f64> {
+        let left = self.last.filter(|_| self.slides())?.remaining;
+        Some((left / self.limit).clamp(0.0, 1.0))
     }
 
     /// Returns the latest moment at which the window ends; `None` if the limit has no fixed window.
