@@ -100,7 +100,8 @@ use trust::{Observation, Trust};
 /// - **A sliding window of at most 10 s**, and a bucket that is filled as fast, are recognised because
 ///   Remaining rises little by little. The effect of a request lasts for a window, so Remaining is no
 ///   ticket number: a refusal raises `m`, as if nothing were stated. `m` falls by 0.2 % for each token
-///   time that is unused, and is at least 1.
+///   time that is unused, and is at least 1. The interval is `m` token times, times the used part of
+///   the window, so a burst may use what is left.
 /// - **A fast limit** refills more than 8 tokens in a round trip, 4 in a short window. So many requests
 ///   leave before a response shows the effect of one that all steps are smaller, and the set point is
 ///   higher, by the same factor.

@@ -101,6 +101,8 @@ const MOST_DOUBTS: u32 = 6;
 /// The shortest and the longest time of a token, in token times, for what is left of a window. A
 /// response is too old for a longer or a shorter one.
 const SPREAD: (f64, f64) = (0.7, 2.0);
+/// The least part of a token time for a limit that slides, while most of it is unused.
+const LEAST: f64 = 0.05;
 
 impl ShortWindow {
     /// Learns from an answer. Returns `None` if the limit has no short window.
@@ -136,7 +138,7 @@ impl ShortWindow {
         if self.slides() {
             return Some(Seen {
                 token_time,
-                paced_time: token_time,
+                paced_time: token_time * ((limit - remaining) / limit).max(LEAST),
                 spare: None,
             });
         }
