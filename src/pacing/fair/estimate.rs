@@ -38,6 +38,8 @@ const SEEN_CALM: f64 = 320.0;
 const BLIND_CALM: f64 = 1000.0;
 /// Release of ln m for each token time of a sliding window that is unused.
 const SLIDING_RELEASE: f64 = 0.002;
+/// The least m in a sliding window. Resets in whole seconds may make a window seem twice as long as it is.
+const LEAST_SLIDING: f64 = 0.5;
 /// The token times in which m falls by a factor of e if no request passed before the first refusal. From the
 /// guess to the interval of 12 requests per second it takes 40 s. With 25 instead of 35, twenty processes
 /// before strict spacing are refused more often.
@@ -98,7 +100,7 @@ impl Estimate {
     /// ago.
     pub(super) fn relax_sliding(&mut self, scale: &Scale, since: f64, unused: f64) {
         let tokens = since / scale.token_time;
-        self.m = (self.m * (-SLIDING_RELEASE * unused * tokens).exp()).max(1.0);
+        self.m = (self.m * (-SLIDING_RELEASE * unused * tokens).exp()).max(LEAST_SLIDING);
     }
 
     /// What was learned of the competitors belongs to `m` alone if the limit slides, otherwise to `n`.

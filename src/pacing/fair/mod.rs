@@ -100,7 +100,7 @@ use trust::{Observation, Trust};
 /// - **A sliding window of at most 10 s**, and a bucket that is filled as fast, are recognised because
 ///   Remaining rises little by little. The effect of a request lasts for a window, so Remaining is no
 ///   ticket number: a refusal raises `m`, as if nothing were stated. `m` falls by 0.2 % for each token
-///   time that is unused, and is at least 1. The interval is `m` token times, times the used part of
+///   time that is unused, and is at least a half. The interval is `m` token times, times the used part of
 ///   the window, so a burst may use what is left.
 /// - **A fast limit** refills more than 8 tokens in a round trip, 4 in a short window. So many requests
 ///   leave before a response shows the effect of one that all steps are smaller, and the set point is
@@ -149,7 +149,7 @@ use trust::{Observation, Trust};
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
-/// - Sliding windows of a few seconds with few requests: shares are uneven. One client uses 91 %, a
+/// - Sliding windows of a few seconds with few requests: shares are uneven. One client uses 90 %, a
 ///   [sole client](Fair::sole_client) 94 %.
 /// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
 ///   [sole client](Fair::sole_client).
