@@ -36,6 +36,10 @@ const BLIND_RELEASE: f64 = 0.0001;
 /// if it is not.
 const SEEN_CALM: f64 = 320.0;
 const BLIND_CALM: f64 = 1000.0;
+/// Release of ln m for each token time of a sliding window that is unused.
+const SLIDING_RELEASE: f64 = 0.002;
+/// The least m in a sliding window. Resets in whole seconds may make a window seem twice as long as it is.
+const LEAST_SLIDING: f64 = 0.5;
 /// The token times in which m falls by a factor of e if no request passed before the first refusal. From the
 /// guess to the interval of 12 requests per second it takes 40 s. With 25 instead of 35, twenty processes
 /// before strict spacing are refused more often.
@@ -92,6 +96,22 @@ impl Estimate {
         self.m *= (-tokens / GUESS_RELEASE).exp();
     }
 
+    /// Lowers `m` for the part of a sliding window that is unused. The answer before was `since` seconds
+    /// ago.
+    pub(super) fn relax_sliding(&mut self, scale: &Scale, since: f64, unused: f64) {
+        let tokens = since / scale.token_time;
+        self.m = (self.m * (-SLIDING_RELEASE * unused * tokens).exp()).max(LEAST_SLIDING);
+    }
+
+    /// What was learned of the competitors belongs to `m` alone if the limit slides, otherwise to `n`.
+    pub(super) fn slides(&mut self, slides: bool) {
+        let learned = self.n.max(self.m);
+        (self.n, self.m) = match slides {
+            true => (1.0, learned),
+            false => (learned, 0.0),
+        };
+    }
+
     /// Averages how many tokens all clients took since the answer before, which was `since` seconds
     /// ago and after which `before` tokens were left.
     pub(super) fn track_drain(&mut self, scale: &Scale, level: f64, before: f64, since: f64) {
@@ -120,7 +140,7 @@ impl Estimate {
     /// unknown, `n` stays as it is.
     pub(super) fn release_n(&mut self, scale: &Scale, used: f64, since: f64, knows_level: bool) {
         if knows_level {
-            let tokens = match scale.is_even() {
+            let tokens = match scale.is_short() {
                 // A pause shows nothing of the competition.
                 true => (since / scale.token_time).min(LONGEST_RELEASE * self.n),
                 false => since / scale.paced_time,
@@ -164,6 +184,7 @@ impl Estimate {
         let first = match interval {
             // Without any other information the interval that was too short is the measure.
             Some(own) if scale.is_guess || !scale.has_level() => own / scale.token_time,
+            _ if scale.sliding_unused().is_some() => 0.0,
             _ => FIRST_GUESS_BLIND / waiting,
         };
         self.m = (self.m * REFUSED_BLIND).max(first);

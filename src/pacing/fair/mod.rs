@@ -98,13 +98,15 @@ use trust::{Observation, Trust};
 ///   `n` clients. `u` is a half if just as much is used as by an even pace, for any of the possible ends.
 ///   If nothing is left, the next request leaves at the latest end of the window. `n` falls faster than in a bucket.
 /// - **A sliding window of at most 10 s**, and a bucket that is filled as fast, are recognised because
-///   Remaining rises little by little. The interval is `n` token times, times the used part of the
-///   window. The effect of a request lasts for a window, so `n` changes slowly.
+///   Remaining rises little by little. The effect of a request lasts for a window, so Remaining is no
+///   ticket number: a refusal raises `m`, as if nothing were stated. `m` falls by 0.2 % for each token
+///   time that is unused, and is at least a half. The interval is `m` token times, times the used part of
+///   the window, so a burst may use what is left.
 /// - **A fast limit** refills more than 8 tokens in a round trip, 4 in a short window. So many requests
 ///   leave before a response shows the effect of one that all steps are smaller, and the set point is
 ///   higher, by the same factor.
 /// - **A Remaining that is missing, negative, suddenly larger than the limit, or constant** is
-///   ignored, and `m` takes over at the interval that was reached. A value above the limit counts
+///   ignored, and `m` takes over, at `n` if a request was ever refused. A value above the limit counts
 ///   if it was reached gradually, because a bucket may be larger than its limit. A constant value
 ///   counts while we take as much as is refilled, unless it is 0. If Remaining appears only after
 ///   refusals without it, `n` becomes what `m` has learned.
@@ -147,8 +149,8 @@ use trust::{Observation, Trust};
 /// # What it is bad at
 ///
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
-/// - Sliding windows of a few seconds with few requests: shares are uneven. One client uses 88 %, a
-///   [sole client](Fair::sole_client) 96 %.
+/// - Sliding windows of a few seconds with few requests: shares are uneven. One client uses 90 %, a
+///   [sole client](Fair::sole_client) 94 %.
 /// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
 ///   [sole client](Fair::sole_client).
 /// - Bursts in a window of at most 10 s: they are spread over the window.
@@ -220,9 +222,6 @@ const CALM: f64 = 50.0;
 /// The longest pause of an outage, in seconds, unless one interval is longer. A server that is healthy again is used
 /// after it.
 const LONGEST_PAUSE: f64 = 20.0;
-/// If Remaining becomes unknown within this many token times of a refusal, the interval that was
-/// reached is kept.
-const REMEMBERED: f64 = 1000.0;
 
 impl Fair {
     /// Creates a pace that knows nothing of the limit.
@@ -293,7 +292,7 @@ impl Fair {
     /// Returns `q` of the type's docs: the interval in token times that follows from what is left.
     fn share_of(&self, in_flight: usize) -> Option<f64> {
         let (level, set_point) = (self.level?, self.scale.set_point());
-        if self.scale.is_even() {
+        if self.scale.is_short() {
             return Some(self.estimate.n);
         }
         let shortage = SHORTAGE / self.scale.lag() * (set_point - (level - in_flight as f64));
@@ -334,14 +333,12 @@ impl Fair {
             }
             self.is_told = true;
         }
+        let slid = self.scale.sliding_rate().is_some();
+        // While the limit slides, `m` has nothing to do with whether Remaining is believed.
         match (was_blind, self.trust.is_silent()) {
-            (false, true) => {
-                let since = self
-                    .last_refusal
-                    .map(|last| seconds(last, now) / self.scale.token_time);
-                if self.level.is_some() && since.is_some_and(|since| since < REMEMBERED) {
-                    self.estimate.m = self.estimate.m.max(self.estimate.n);
-                }
+            _ if slid => {}
+            (false, true) if self.level.is_some() && self.last_refusal.is_some() => {
+                self.estimate.m = self.estimate.m.max(self.estimate.n);
             }
             (true, false) => self.estimate.m = 0.0,
             (false, false) if believed.is_some() && self.level.is_none() => {
@@ -353,11 +350,16 @@ impl Fair {
         }
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
         let level = self.scale.look(told, believed, passed, sent, now);
-        if !self.slides
-            && let Some(rate) = self.scale.sliding_rate()
-        {
+        let sliding_rate = self.scale.sliding_rate();
+        if slid != sliding_rate.is_some() {
+            self.estimate.slides(!slid);
+        }
+        if let Some(rate) = sliding_rate {
+            if !self.slides {
+                self.search.start_at(rate);
+            }
             self.slides = true;
-            self.search.start_at(rate);
+            return None;
         }
         if was_guess && self.scale.is_short() {
             // The guess was too short, so `n` has made up for it.
@@ -499,9 +501,12 @@ impl Pace for Fair {
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
         let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now));
         let (scale, knows_level) = (&self.scale, self.level.is_some());
-        match scale.is_guess && !self.has_met_limit {
-            true => self.estimate.relax_guess(scale, since),
-            false => self.estimate.relax_m(scale, since, calm, knows_level),
+        match scale.sliding_unused() {
+            Some(unused) if !self.trust.is_silent() => {
+                self.estimate.relax_sliding(scale, since, unused)
+            }
+            _ if scale.is_guess && !self.has_met_limit => self.estimate.relax_guess(scale, since),
+            _ => self.estimate.relax_m(scale, since, calm, knows_level),
         }
         if let (Some(level), Some(before)) = (self.level, level_before) {
             self.estimate.track_drain(scale, level, before, since);
@@ -511,7 +516,7 @@ impl Pace for Fair {
             self.estimate.seed_n(&self.scale, used);
         }
         // Once in a round trip, unless the steps are small.
-        if used > 0.0 && (self.scale.is_even() || self.scale.lag() > 1.0 || self.is_news(reply)) {
+        if used > 0.0 && (self.scale.is_short() || self.scale.lag() > 1.0 || self.is_news(reply)) {
             self.estimate.grow_n(&self.scale, used);
             self.last_step = Some(now);
         }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::super::reading::QuotaNumbers;
 use super::super::{LONGEST, StateCodec, seconds};
 use super::SET_POINT;
-use super::short_window::{ShortWindow, WindowAnswer};
+use super::short_window::{Seen, ShortWindow, WindowAnswer};
 
 /// What the pace knows of the limit.
 #[derive(Clone, Debug)]
@@ -83,15 +83,6 @@ const OFFSET: f64 = 0.35;
 /// with the larger `n` still falls faster for each of its requests, but the level depends less on `n`.
 const WINDOW_HASTE: f64 = 18.0;
 const WINDOW_HASTE_POWER: f64 = 0.6;
-/// The set point of a limit that slides, as a part of the limit and in tokens at least; how much faster
-/// `n` falls, divided by a power of `n` as in a fixed window; and how many answers a whole window of
-/// answers counts as. A larger power leaves more to many clients and less to one, but their shares
-/// become even more slowly.
-const SLIDING_PART: f64 = 12.0;
-const LEAST_SLIDING: f64 = 3.0;
-const SLIDING_HASTE: f64 = 35.0;
-const SLIDING_HASTE_POWER: f64 = 0.25;
-const SLIDING_WEIGHT: f64 = 0.5;
 const SHORTEST: f64 = 1e-6;
 
 impl Default for Scale {
@@ -157,20 +148,14 @@ impl Scale {
         self.kind == ScaleKind::Window || self.is_short()
     }
 
-    /// Reports whether the pace uses the limit evenly, because its window is short.
-    pub(super) fn is_even(&self) -> bool {
-        self.short.is_known()
-    }
-
     /// Returns the set point: how many tokens the pace wants to be left. It is lower for a small
     /// bucket, because otherwise even a full one would seem short.
     pub(super) fn set_point(&self) -> f64 {
-        let aimed = match self.is_even() {
-            false => self.lag() * SET_POINT,
-            true if self.short.slides() => (self.limit() / SLIDING_PART).max(LEAST_SLIDING),
-            true => self.lag() * WINDOW_SET_POINT,
+        let aimed = match self.is_short() {
+            true => WINDOW_SET_POINT,
+            false => SET_POINT,
         };
-        aimed.min(self.limit() / 4.0)
+        (self.lag() * aimed).min(self.limit() / 4.0)
     }
 
     /// Returns how many tokens count as one. More than a few are refilled in a round trip of a fast
@@ -180,30 +165,24 @@ impl Scale {
         if self.is_guess {
             return 1.0;
         }
-        let seen = match self.is_even() {
+        let seen = match self.is_short() {
             true => WINDOW_TRIP,
             false => TRIP,
         };
         (self.trip / (seen * self.token_time)).max(1.0)
     }
 
-    /// Returns how much one answer counts. The effect of a request on a sliding window lasts for the
-    /// whole window.
+    /// Returns how much one answer counts.
     pub(super) fn weight(&self) -> f64 {
-        let whole = match self.short.slides() {
-            true => (SLIDING_WEIGHT / self.limit()).min(1.0),
-            false => 1.0,
-        };
-        whole / self.lag()
+        1.0 / self.lag()
     }
 
     /// Returns the factor of the release of an `n` like this. In a short window the competition has
     /// to show at a level that all clients see near the line.
     pub(super) fn haste(&self, n: f64) -> f64 {
-        match self.is_even() {
-            false => 1.0,
-            true if self.short.slides() => SLIDING_HASTE * n.powf(-SLIDING_HASTE_POWER),
+        match self.is_short() {
             true => WINDOW_HASTE * n.powf(-WINDOW_HASTE_POWER),
+            false => 1.0,
         }
     }
 
@@ -221,13 +200,17 @@ impl Scale {
         self.short.ends()
     }
 
-    /// Reports whether the limit has a short fixed window.
+    /// Reports whether the limit has a short fixed window, which the pace uses evenly.
     pub(super) fn is_short(&self) -> bool {
         self.short_ends().is_some()
     }
 
-    /// Returns the requests per second of a sliding window whose length no header states; `None` if
-    /// the limit is none.
+    /// Returns which part of a short sliding window is unused; `None` if the limit is none.
+    pub(super) fn sliding_unused(&self) -> Option<f64> {
+        self.short.sliding_unused()
+    }
+
+    /// Returns the requests per second of a short sliding window; `None` if the limit is none.
     pub(super) fn sliding_rate(&self) -> Option<f64> {
         let window = self.short.sliding_window()?;
         Some(self.limit() / window)
@@ -298,8 +281,11 @@ impl Scale {
         if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
-        if let Some(level) = self.look_at_short_window(told, remaining, passed, sent, now) {
-            return Some(level);
+        if let Some(seen) = self.look_at_short_window(told, remaining, passed, sent, now) {
+            self.set(seen.token_time);
+            self.paced_time = seen.paced_time.clamp(SHORTEST, LONGEST);
+            self.is_below = false;
+            return seen.spare.map(|spare| spare + self.set_point() + OFFSET);
         }
         if self.kind == ScaleKind::Window
             && let (Some(limit), Some(window), Some(reset)) =
@@ -312,8 +298,7 @@ impl Scale {
         Some(remaining)
     }
 
-    /// Learns from an answer if the limit has a short window. Returns how many tokens are left for
-    /// the pace, which aims at the set point.
+    /// Learns from an answer if the limit has a short window.
     fn look_at_short_window(
         &mut self,
         told: &QuotaNumbers,
@@ -321,23 +306,15 @@ impl Scale {
         passed: bool,
         sent: Instant,
         now: Instant,
-    ) -> Option<f64> {
-        let limit = self.limit?;
-        let seen = self.short.look(&WindowAnswer {
-            limit,
+    ) -> Option<Seen> {
+        self.short.look(&WindowAnswer {
+            limit: self.limit?,
             remaining,
             window: self.stated_window,
             reset: told.reset,
             passed,
             sent,
             now,
-        })?;
-        self.set(seen.token_time);
-        self.paced_time = seen.paced_time.clamp(SHORTEST, LONGEST);
-        self.is_below = false;
-        Some(match self.short.slides() {
-            true => seen.spare,
-            false => seen.spare + self.set_point() + OFFSET,
         })
     }
 

@@ -10,8 +10,8 @@
 //! spreads what is left until the latest end, and waits for it if nothing is left.
 //!
 //! In a bucket and in a sliding window Remaining rises little by little. Then windows seem to end too
-//! early, with a small rise, or not at all. If that happens too often, the limit *slides*, and
-//! Remaining shows how much of the last window is used.
+//! early, with a small rise, or not at all. If that happens too often, the limit *slides*. The effect of
+//! a request then lasts for a window, so Remaining is no ticket number.
 
 use std::time::Instant;
 
@@ -54,8 +54,8 @@ pub(super) struct Seen {
     pub(super) token_time: f64,
     /// The token time that spreads what is left over the rest of the window, in seconds.
     pub(super) paced_time: f64,
-    /// How many tokens fewer were used than by an even pace. If the limit slides, how many are left.
-    pub(super) spare: f64,
+    /// How many tokens fewer were used than by an even pace; `None` if the limit slides.
+    pub(super) spare: Option<f64>,
 }
 
 /// What the answers of one limit state.
@@ -139,7 +139,7 @@ impl ShortWindow {
             return Some(Seen {
                 token_time,
                 paced_time: token_time * ((limit - remaining) / limit).max(LEAST),
-                spare: remaining,
+                spare: None,
             });
         }
         let (earliest, latest) = self.end?;
@@ -158,7 +158,7 @@ impl ShortWindow {
         Some(Seen {
             token_time,
             paced_time: spread.clamp(SPREAD.0 * token_time, SPREAD.1 * token_time),
-            spare,
+            spare: Some(spare),
         })
     }
 
@@ -260,6 +260,12 @@ impl ShortWindow {
     /// Returns the length of the window, in seconds, if the limit slides.
     pub(super) fn sliding_window(&self) -> Option<f64> {
         self.slides().then_some(self.length)
+    }
+
+    /// Returns which part of the last window was unused, if the limit slides.
+    pub(super) fn sliding_unused(&self) -> Option<f64> {
+        let left = self.last.filter(|_| self.slides())?.remaining;
+        Some((left / self.limit).clamp(0.0, 1.0))
     }
 
     /// Returns the latest moment at which the window ends; `None` if the limit has no fixed window.

@@ -19,7 +19,7 @@ use tower::{BoxError, Layer, Service, ServiceExt, service_fn};
 use upstream::WHO_HEADER;
 
 /// Builds the layer that `options` describe, with the pace they name. `fair-shared` shares its pace
-/// through the store.
+/// through the store; `fair-untold` does not know the quota.
 pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleLayer> {
     let quota: Quota = options.quota.parse()?;
     let &[Limit::Sliding { count, window, .. }] = quota.limits() else {
@@ -27,6 +27,7 @@ pub(crate) async fn layer(options: &Options) -> anyhow::Result<RetryingThrottleL
     };
     let builder = AdaptiveThrottleLayer::builder().max_wait(options.max_wait);
     let builder = match options.pace.as_str() {
+        "fair-untold" => builder.pace(Fair::new),
         "fair" => builder.pace(move || Fair::new().limit(count, window)),
         "fair-shared" => {
             let store = RedisStore::builder(&options.store)

@@ -1,10 +1,12 @@
 //! Clients that do not share state, over HTTP, compared with the result of the simulator.
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 
 use fleet::MEMORY;
+use http::Response;
 use redis_server::RedisServer;
-use tollgate_simulate::{Metrics, Runs, Scenario, Scenarios, Strategy, sweep};
+use tollgate_simulate::{Metrics, Runs, Scenario, Scenarios, Server, Strategy, sweep};
 use upstream::Bucket;
 
 use super::*;
@@ -36,25 +38,103 @@ const BUCKET: Bucket = Bucket {
     refill: 25.0,
     start: 0.0,
 };
+/// Rows of the laboratory's fast set: one of each kind of limit that states what is left.
+const FAST: [&str; 3] = ["s-fixed-50-full", "s-sliding-40-full", "s-bucket-100-rem"];
+
 const SPAN: Duration = ms(25_000);
 const LATENCY: Duration = ms(8);
+/// The mean of the fast set.
+const FAST_LATENCY: Duration = ms(75);
+
+/// A server and the number of requests that it allows within the test.
+struct Allowance {
+    upstream: Upstream,
+    allowed: f64,
+}
+
+impl Allowance {
+    fn bucket(bucket: Bucket) -> Allowance {
+        Allowance {
+            upstream: Upstream::open().bucket(bucket).latency(LATENCY),
+            allowed: bucket.start + bucket.refill * SPAN.as_secs_f64(),
+        }
+    }
+
+    fn of(server: &Server) -> Allowance {
+        let in_span = |limit: f64, window: f64| limit / window * SPAN.as_secs_f64();
+        let mut all = match *server {
+            Server::Bucket {
+                cap, refill, start, ..
+            } => Allowance::bucket(Bucket {
+                size: cap,
+                refill,
+                start,
+            }),
+            Server::Sliding { limit, window, .. } => {
+                let rule = Rule::new(limit as u32, Duration::from_secs_f64(window));
+                Allowance {
+                    upstream: Upstream::start(rule).stating(),
+                    allowed: in_span(limit, window),
+                }
+            }
+            Server::Fixed { limit, window, .. } => Allowance {
+                upstream: Upstream::open().script(fixed_windows(limit as u64, window)),
+                allowed: in_span(limit, window),
+            },
+            _ => unreachable!("the rows have no other server"),
+        };
+        all.upstream = all.upstream.latency(FAST_LATENCY);
+        all
+    }
+}
+
+/// Returns a script that allows `limit` requests in each window of `window` seconds. Each response states the limit, what
+/// is left, and the time to the next window, in whole seconds.
+fn fixed_windows(limit: u64, window: f64) -> impl Fn(usize) -> Option<Response<String>> + Send {
+    let began = Instant::now();
+    let current = Mutex::new((0, 0));
+    move |_| {
+        let age = began.elapsed().as_secs_f64();
+        let number = (age / window) as u64;
+        let mut current = current.lock().expect("no script panics");
+        if current.0 != number {
+            *current = (number, 0);
+        }
+        let reset = ((number + 1) as f64 * window - age).ceil() as u64;
+        let mut response = match current.1 < limit {
+            true => Response::new("welcome\n".to_owned()),
+            false => upstream::refusal(reset),
+        };
+        current.1 = (current.1 + 1).min(limit);
+        let headers = response.headers_mut();
+        headers.insert("ratelimit-limit", limit.into());
+        headers.insert("ratelimit-remaining", (limit - current.1).into());
+        headers.insert("ratelimit-reset", reset.into());
+        Some(response)
+    }
+}
 
 struct Fellows {
     pace: &'static str,
     callers: usize,
-    upstream: Upstream,
+    server: Allowance,
     fleet: Fleet,
 }
 
 impl Fellows {
-    fn start(pace: &'static str, [processes, tasks]: [usize; 2], store: String) -> Fellows {
-        let upstream = Upstream::open().bucket(BUCKET).latency(LATENCY);
+    fn start(
+        pace: &'static str,
+        [processes, tasks]: [usize; 2],
+        store: String,
+        server: Allowance,
+        quota: String,
+    ) -> Fellows {
         let options = Options {
-            quota: "4500/180s".into(),
+            quota,
             pace: pace.into(),
             store,
             store_timeout: ms(2000),
-            url: upstream.url(),
+            url: server.upstream.url(),
             tasks,
             span: SPAN,
             max_wait: ms(120_000),
@@ -66,8 +146,31 @@ impl Fellows {
             pace,
             callers: processes * tasks,
             fleet,
-            upstream,
+            server,
         }
+    }
+
+    /// Starts clients of an empty bucket.
+    fn of_bucket(pace: &'static str, shape: [usize; 2], store: String) -> Fellows {
+        let server = Allowance::bucket(BUCKET);
+        Fellows::start(pace, shape, store, server, "4500/180s".into())
+    }
+
+    /// Starts the clients of a scenario, with the limit that they know.
+    fn of(scenario: &Scenario) -> Fellows {
+        let group = &scenario.fleet[0];
+        let server = Allowance::of(&scenario.server);
+        let (pace, quota) = match scenario.hint {
+            Some((limit, window)) => ("fair", format!("{limit}/{window}s")),
+            None => ("fair-untold", "1/1s".into()),
+        };
+        Fellows::start(
+            pace,
+            [group.procs, group.tasks],
+            MEMORY.into(),
+            server,
+            quota,
+        )
     }
 
     /// Returns the result: the requests from the log of the upstream, the waits from the reports of
@@ -80,7 +183,7 @@ impl Fellows {
                 .all(|report| report.ended && report.of(fleet::Outcome::Broken).count() == 0)
         );
         let mut callers = BTreeMap::<_, [f64; 2]>::new();
-        for arrival in self.upstream.log().iter() {
+        for arrival in self.server.upstream.log().iter() {
             callers.entry(arrival.who.clone()).or_default()[usize::from(!arrival.accepted)] += 1.0;
         }
         assert_eq!(callers.len(), self.callers);
@@ -102,7 +205,7 @@ impl Fellows {
         metrics.stdev =
             (of(&|[accepted, refused]| (accepted + refused - mean).powi(2)) / (count - 1.0)).sqrt();
         metrics.jain = accepted.powi(2) / (count * of(&|[accepted, _]| accepted.powi(2)));
-        metrics.util_pct = 100.0 * accepted / (BUCKET.refill * SPAN.as_secs_f64());
+        metrics.util_pct = 100.0 * accepted / self.server.allowed;
         metrics
     }
 }
@@ -147,7 +250,7 @@ mod calm {
         let _turn = busy_turn();
         let scenario = &Scenarios::read(SCENARIO).unwrap().0[0];
         let mut fellows =
-            ["fair", "blog-remaining"].map(|pace| Fellows::start(pace, [2, 5], MEMORY.into()));
+            ["fair", "blog-remaining"].map(|pace| Fellows::of_bucket(pace, [2, 5], MEMORY.into()));
         fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
         let [fair, published] = fellows.map(|fellows| {
             let pace = fellows.pace;
@@ -182,6 +285,48 @@ mod calm {
         );
     }
 
+    /// Runs rows of the laboratory's fast set at the same time, each against its own server.
+    #[test]
+    fn fast_limits_do_as_the_laboratory_says() {
+        let _turn = turn();
+        let mut rows = Scenarios::fast().0;
+        rows.retain(|(name, _)| FAST.contains(&name.as_str()));
+        assert_eq!(rows.len(), FAST.len());
+        for (_, scenario) in &mut rows {
+            scenario.duration = SPAN.as_secs_f64();
+        }
+        let mut fellows: Vec<_> = rows
+            .iter()
+            .map(|(_, scenario)| Fellows::of(scenario))
+            .collect();
+        fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
+        for (fellows, scenario) in fellows.into_iter().zip(&rows) {
+            let name = &scenario.0;
+            let (simulated, real) = (laboratory(scenario, "fair"), fellows.finish());
+            row(
+                name,
+                "laboratory",
+                &simulated.mean(),
+                &simulated.deviation(),
+            );
+            row(name, "over HTTP", &real, &Metrics::default());
+            let simulated = simulated.mean();
+            // A stall of the machine adds to waits, and makes bursts.
+            assert!(
+                real.retry_pct < 2.0 * simulated.retry_pct + 1.5,
+                "{name}: refused as often"
+            );
+            assert!(
+                real.max_wait < 2.0 * simulated.max_wait + 0.5,
+                "{name}: waits as long"
+            );
+            assert!(
+                real.util_pct > simulated.util_pct - 5.0 && real.jain > simulated.jain - 0.05,
+                "{name}: uses as much, as evenly"
+            );
+        }
+    }
+
     /// Compares one fleet that shares its pace and its queue with one whose processes share nothing.
     #[test]
     fn processes_that_share_a_pace_are_hardly_refused() {
@@ -189,7 +334,7 @@ mod calm {
         let scenario = &Scenarios::read(MANY).unwrap().0[0];
         let redis = RedisServer::start().unwrap();
         let mut fellows =
-            ["fair", "fair-shared"].map(|pace| Fellows::start(pace, [32, 1], redis.url()));
+            ["fair", "fair-shared"].map(|pace| Fellows::of_bucket(pace, [32, 1], redis.url()));
         fellows.iter_mut().for_each(|fellows| fellows.fleet.go());
         let [alone, shared] = fellows.map(|fellows| {
             let pace = fellows.pace;
