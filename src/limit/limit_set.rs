@@ -5,7 +5,6 @@
 
 use super::advance::{AdvanceBooking, TOLERANCE};
 use super::algorithm::{Algorithm, PermitTime};
-use super::fixed::Fixed;
 use super::limit_state::{Begun, LimitState};
 use super::limit_states::LimitStates;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
@@ -128,10 +127,12 @@ impl LimitSet {
     /// paused any more. If the quota was learned, its limits apply no longer, unless callers state them:
     /// one response may have stated a window of a year.
     pub(super) fn unset(&mut self, moment: Micros, now: Micros, was_learned: bool) {
-        // While they were paused, they counted.
-        let begun = Begun::after(self.granted_until(now), true);
+        let granted_until = self.granted_until(now);
         let (mut states, mut paused) = self.states.take();
-        paused.iter_mut().for_each(|state| state.begun = begun);
+        for state in &mut paused {
+            // It allowed no permit meanwhile, and counted all.
+            state.begun = Begun::after(granted_until, state.begun.has_log());
+        }
         for state in &mut states {
             state.last_stated = moment;
             if was_learned {
@@ -190,12 +191,15 @@ impl LimitSet {
     }
 
     /// Returns whether a limit that is new to this key begins with a log of all valid permits: see [`rule_for`](Self::rule_for).
+    /// The limit that it is copied from has to have one.
     fn has_log_for(&self, limit: Limit, now: Micros) -> bool {
-        if let Limit::Fixed { .. } = limit {
-            return self.same_windows(limit).is_some();
-        }
-        let window = self.longest_window().map(|state| &state.rule);
-        matches!(window, Some(Algorithm::Window(window)) if window.floor() <= Some(now))
+        let is_first = self.states.all().next().is_none();
+        let copied = match limit {
+            Limit::Fixed { .. } => self.same_windows(limit),
+            _ => self.longest_window(),
+        };
+        is_first
+            || copied.is_some_and(|state| state.begun.has_log() && state.rule.floor() <= Some(now))
     }
 
     /// Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older than
@@ -204,15 +208,15 @@ impl LimitSet {
         self.log_end().max(now.saturating_sub(1))
     }
 
-    /// Returns the fixed windows that are as long as those of a limit, if it has fixed windows.
-    fn same_windows(&self, limit: Limit) -> Option<&Fixed> {
+    /// Returns the limit with fixed windows as long as those of `limit`, if that has fixed windows.
+    fn same_windows(&self, limit: Limit) -> Option<&LimitState> {
         let Limit::Fixed { window, .. } = limit else {
             return None;
         };
-        self.states.all().find_map(|state| match &state.rule {
-            Algorithm::Fixed(fixed) if state.limit.window() == window => Some(&**fixed),
-            _ => None,
-        })
+        let is_same = |state: &&LimitState| {
+            matches!(state.rule, Algorithm::Fixed(_)) && state.limit.window() == window
+        };
+        self.states.all().find(is_same)
     }
 
     /// Returns the sliding window that remembers for longest.
@@ -226,7 +230,7 @@ impl LimitSet {
     /// other limits remember. For a fixed window, that of another one of the same length; or else the
     /// log of the longest sliding window; or else the largest number of units in use.
     fn rule_for(&self, limit: Limit, now: Micros, ahead: i64, transit_slack: Micros) -> Algorithm {
-        if let Some(same) = self.same_windows(limit) {
+        if let Some(Algorithm::Fixed(same)) = self.same_windows(limit).map(|state| &state.rule) {
             return Algorithm::Fixed(Box::new(same.with_limit(limit.count())));
         }
         let mut rule = Algorithm::new(limit, ahead);

@@ -24,15 +24,23 @@ pub(super) struct LimitState {
     external: Option<Box<ExternalUsage>>,
 }
 
-/// When a limit began to apply: all permits before have slots up to a moment. The limit may have a log of them.
+/// When a limit began to apply: all permits before have slots up to a moment.
 ///
-/// Both in one number, as the record in Redis has it: twice the moment, and 1 if it has a log.
+/// If such a permit comes back, its slot is not for the next caller, because the limit did not allow it. Nor may its units leave the
+/// limit if that never had them: they would be units of others. So the limit also says whether it has a log of these
+/// permits, because it began with the log of another limit. Both in one number, as the record in Redis has it: twice the
+/// moment, and 1 if it has a log.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Begun(u64);
 
 impl Begun {
     pub(super) fn after(moment: Micros, has_log: bool) -> Self {
         Begun(2 * moment + u64::from(has_log))
+    }
+
+    /// Returns whether the limit has a log of the permits before.
+    pub(super) fn has_log(self) -> bool {
+        self.0 % 2 == 1
     }
 
     /// Returns whether the limit applied when a permit with this slot was granted.
@@ -43,7 +51,7 @@ impl Begun {
     /// Returns whether the limit has the units of permits that come back at `now`. A log that was copied from a shorter one lacks
     /// those that are not valid any more.
     fn has(self, unused: UnusedPermits, now: Micros) -> bool {
-        self.is_before(unused.slot) || (self.0 % 2 == 1 && unused.stamp > now)
+        self.is_before(unused.slot) || (self.has_log() && unused.stamp > now)
     }
 }
 

@@ -729,7 +729,8 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
 }
 
 /// One process states a bucket and has a queue booked, then another process states a window, and the queue gives up. The window
-/// never had the units of the queue, so those of others must not leave it.
+/// never had the units of the queue, so those of others must not leave it. Nor must they leave a window that began with its
+/// log.
 #[test]
 fn a_limit_that_begins_behind_a_queue_is_kept() {
     let bucket = terms(Quota::bucket(10).refill(10, millis(1000)));
@@ -745,6 +746,8 @@ fn a_limit_that_begins_behind_a_queue_is_kept() {
     let queue = book(&mut ledger, &bucket, 60);
     ledger.advance(&window, START);
     let mut used = book(&mut ledger, &window, 10);
+    let copied = Quota::per_minute(100);
+    ledger.advance(&terms(copied), START);
     for booking in queue.iter().rev().filter(|booking| booking.slot > START) {
         ledger.take_back(UnusedPermits {
             slot: booking.slot,
@@ -753,6 +756,13 @@ fn a_limit_that_begins_behind_a_queue_is_kept() {
             incarnation: 0,
         });
     }
+    let mut counted = |limit: Limit| {
+        ledger
+            .usage()
+            .find(|usage| usage.0 == limit)
+            .map(|usage| usage.1)
+    };
+    assert!(counted(copied.limits()[0]) >= Some(10));
     // The bucket is stated no longer, and ends.
     for second in 1..=6 {
         ledger.advance(&window, START + second * 1_000_000);

@@ -313,8 +313,9 @@ local function cold()
       if used > most_used then most_used = used end
     end
     rule.cold().new(limit)
-    local has_log = same
-    if kind ~= FIXED then has_log = longest and longest.floor <= state.now end
+    local has_log, copied = #state == 0, same
+    if kind ~= FIXED then copied = longest end
+    if copied then has_log = copied.begun % 2 == 1 and (kind == FIXED or copied.floor <= state.now) end
     limit.begun = 2 * granted_until() + (has_log and 1 or 0)
     if same then
       limit.phase, limit.open_from, limit.last_stamp = same.phase, same.open_from, same.last_stamp

@@ -57,10 +57,10 @@ local function cold_set_quota()
   -- Ends the set quota. Its limits count as if callers stated them last at `moment`, and no limit is
   -- paused any more. If the quota was learned, its limits apply no longer, unless callers state them.
   local function unset(moment, was_learned)
-    -- While they were paused, they counted.
-    local begun = 2 * cold().granted_until() + 1
+    local granted_until = cold().granted_until()
     for i = state.limiting + 1, #state do
-      state[i].begun = begun
+      -- It allowed no permit meanwhile, and counted all.
+      state[i].begun = 2 * granted_until + state[i].begun % 2
     end
     for i = 1, state.limiting do
       state[i].last_stated = moment
