@@ -53,7 +53,6 @@
 // | `guarding` | what a ban guard needs of limiters |
 
 mod acquire;
-
 mod admitted;
 mod around;
 mod at_once;

@@ -9,6 +9,7 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::Future;
+use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
@@ -97,7 +98,8 @@ impl<F: FnOnce()> UnlessLost<F> {
 impl<F: FnOnce()> Drop for UnlessLost<F> {
     fn drop(&mut self) {
         if let Some(lost) = self.0.take() {
-            lost();
+            // The task may be dropped because it panicked. A second panic would end the process.
+            let _ = panic::catch_unwind(AssertUnwindSafe(lost));
         }
     }
 }

@@ -29,6 +29,8 @@ use crate::store::Refusal;
 #[derive(Debug)]
 pub(crate) struct Wait {
     request: Request,
+    /// When the caller wants the request to be sent at the latest, also if `max_wait` ends earlier.
+    deadline: Option<Instant>,
     open: OpenRequest<Core>,
     /// When the wait began.
     since: Instant,
@@ -69,13 +71,19 @@ pub(super) fn error_of(
 
 impl Wait {
     /// Begins the wait of a request, which has entered at `since`.
-    pub(super) fn begin(request: Request, since: Instant, label: Label) -> Box<Self> {
+    pub(super) fn begin(
+        request: Request,
+        deadline: Option<Instant>,
+        since: Instant,
+        label: Label,
+    ) -> Box<Self> {
         let Part { core, key, .. } = &request.parts()[0];
         let open = OpenRequest::begin(core.clone(), *key, since, &label, request.queued());
         let (because, hold) = request.because(since);
         let span = WaitSpan::begin(&label, because.name(), because.limit(), hold);
         Box::new(Wait {
             request,
+            deadline,
             open,
             since,
             label,
@@ -84,9 +92,9 @@ impl Wait {
         })
     }
 
-    /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired, or if the
-    /// limiter is drained: then the request waits again, in its old place. The owner may have taken any time meanwhile, so a
-    /// request without a slot, which would expire, looks at holds and at its deadline once more.
+    /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired or is lost, if a hold has
+    /// begun, or if the limiter is drained: then the request waits again, in its old place. The owner may have taken any time
+    /// meanwhile, so a request without a slot, which would expire, looks at holds and at its deadline once more.
     ///
     /// # Errors
     ///
@@ -94,7 +102,7 @@ impl Wait {
     pub(crate) fn leave(&mut self, taken: Taken) -> Result<Option<Taken>, Limited> {
         let now = clock::now();
         let has_slot = taken.deadline().is_some();
-        if !has_slot && self.request.is_past_deadline(now) {
+        if !has_slot && self.deadline.is_some_and(|deadline| deadline < now) {
             return Err(self.refuse(Reason::Deadline));
         }
         let is_stopped = !has_slot && !taken.is_probe() && self.request.is_held(now);

@@ -65,7 +65,7 @@ impl Request {
 
     /// Returns whether one of its keys is on hold.
     pub(in crate::limiter) fn is_held(&self, now: Instant) -> bool {
-        let mut keys = self.hold_keys();
+        let mut keys = self.all_hold_keys(false);
         keys.any(|(_, part, key)| part.core.held(key, now).is_some())
     }
 

@@ -110,8 +110,10 @@ impl Request {
             let entered = in_flight_slot::enter(core, *key, number, impatient, max_queue, now);
             let ended = entered.unwrap_or_else(|Full| Some(Err(NoSlot::Failed(core.full()))));
             let Some(ended) = ended else {
-                self.waited_before = true;
+                // While it keeps its slots, it waits for the answer of a store alone.
                 let once = expire.filter(|_| latest > now);
+                self.waited_before |= once.is_none();
+                let once = once.map(|expire| expire.min(latest));
                 self.stage = WaitStage::InFlight {
                     until: once.unwrap_or_else(|| answer_by(latest, now)),
                     slots: slots.map(Box::new),

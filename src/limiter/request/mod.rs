@@ -276,11 +276,6 @@ impl Request {
         }
     }
 
-    /// Returns whether the moment has passed by which the caller wants the request to be sent.
-    pub(super) fn is_past_deadline(&self, now: Instant) -> bool {
-        self.place.bound.by_deadline && self.place.bound.latest < now
-    }
-
     /// Returns how long the request has to wait for the end of a hold.
     pub(super) fn held(&self, now: Instant) -> Option<Duration> {
         let holds = self.parts().iter().filter_map(|part| part.held(now));
