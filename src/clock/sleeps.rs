@@ -68,9 +68,18 @@ impl SleepMark {
         SleepMark(slept())
     }
 
-    /// Returns for how long the machine has slept since the last look.
+    /// Returns for how long the machine has slept since the last look. A sleep may be seen a tenth of a second late, and then
+    /// shorten what has begun meanwhile.
     pub(crate) fn look(&mut self) -> Duration {
-        let slept = slept_lately();
+        self.look_at(slept_lately())
+    }
+
+    /// The same without delay, for a look at which something begins.
+    pub(crate) fn look_now(&mut self) -> Duration {
+        self.look_at(slept())
+    }
+
+    fn look_at(&mut self, slept: Duration) -> Duration {
         slept.saturating_sub(std::mem::replace(&mut self.0, slept))
     }
 }

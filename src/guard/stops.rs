@@ -18,9 +18,15 @@ pub(super) struct Stops {
     longest: Duration,
     /// The most keys. Holds of other keys are heard, too, and it is not known which they are.
     most: usize,
-    stops: Mutex<(BTreeMap<Key, Stop>, SleepMark)>,
+    stops: Mutex<StopsByKey>,
     /// When the stops that are over were last removed.
     cleaned: Mutex<Option<Instant>>,
+}
+
+struct StopsByKey {
+    stops: BTreeMap<Key, Stop>,
+    /// When it was last looked whether the machine has slept.
+    sleep: SleepMark,
 }
 
 /// How often the stops that are over are removed at most. To look at all of them takes long.
@@ -54,15 +60,18 @@ impl Stops {
             first,
             longest,
             most,
-            stops: Mutex::new((BTreeMap::new(), SleepMark::new())),
+            stops: Mutex::new(StopsByKey {
+                stops: BTreeMap::new(),
+                sleep: SleepMark::new(),
+            }),
             cleaned: Mutex::default(),
         }
     }
 
     /// Runs `act` on the stops. If the machine has slept, they end earlier, as the holds that they began do.
     fn with<R>(&self, act: impl FnOnce(&mut BTreeMap<Key, Stop>) -> R) -> R {
-        let (stops, sleep) = &mut *lock(&self.stops);
-        let slept = sleep.look();
+        let StopsByKey { stops, sleep } = &mut *lock(&self.stops);
+        let slept = sleep.look_now();
         if !slept.is_zero() {
             for stop in stops.values_mut() {
                 stop.until = stop.until.checked_sub(slept).unwrap_or(stop.until);

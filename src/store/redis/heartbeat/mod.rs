@@ -61,6 +61,8 @@ pub(super) struct Claims {
     is_warned: bool,
     /// The flushes that are not complete.
     flushes: Vec<Flush>,
+    /// When expired claims are looked for next while too many are pending.
+    looks_at: Instant,
     /// Claims expire in Redis while the machine sleeps.
     sleep: SleepMark,
 }
@@ -78,6 +80,7 @@ impl Claims {
             is_subscribed: false,
             is_warned: false,
             flushes: Vec::new(),
+            looks_at: clock::now(),
             sleep: SleepMark::new(),
         }
     }
@@ -112,7 +115,7 @@ impl Claims {
         let &(at, _) = self.timers.first()?;
         Some(match self.pending.len() < MOST_PENDING {
             true => at,
-            false => at.max(clock::after(clock::now(), LOOKS_FOR_EXPIRED)),
+            false => at.max(self.looks_at),
         })
     }
 
@@ -136,7 +139,11 @@ impl Claims {
                 self.set_timer(id, self.backend.deadline_of(now));
             }
         }
-        // Those that are due and not sent.
+        if now < self.looks_at {
+            return;
+        }
+        // Those that are due and not sent may be thousands.
+        self.looks_at = clock::after(now, LOOKS_FOR_EXPIRED);
         for (_, id) in self.timers.range(..=(now, u64::MAX)) {
             if let Some(holder) = self.holders.get_mut(id) {
                 holder.notify_if_expired(now);
@@ -146,10 +153,17 @@ impl Claims {
 
     /// Looks whether the machine has slept.
     fn wake(&mut self, now: Instant) {
-        let slept = self.sleep.look();
-        if !slept.is_zero() {
-            let holders = self.holders.values_mut();
-            holders.for_each(|holder| holder.wake(slept, now));
+        let slept = self.sleep.look_now();
+        if slept.is_zero() {
+            return;
+        }
+        for (id, holder) in &mut self.holders {
+            holder.wake(slept, now);
+            // Its claim may expire before its timer fires.
+            if let Some(timer) = holder.timer.replace(now) {
+                self.timers.remove(&(timer, *id));
+            }
+            self.timers.insert((now, *id));
         }
     }
 
@@ -185,6 +199,7 @@ impl Claims {
     /// Sends the claim of a holder.
     fn send(&mut self, id: u64) {
         let now = clock::now();
+        self.wake(now);
         let Some(holder) = self.holders.get_mut(&id) else {
             return;
         };
