@@ -60,19 +60,27 @@ impl LocalRefusal {
     pub fn limited(&self) -> &Limited {
         &self.0
     }
+}
 
-    /// Returns whether `extensions` are those of a local refusal.
+/// Says in the extensions of a response that it is no word of the server: this process has refused or cancelled the request.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OwnResponse;
+
+impl OwnResponse {
+    /// Returns whether `extensions` are those of such a response.
     pub(super) fn is_in(extensions: Option<&Extensions>) -> bool {
-        extensions.is_some_and(|extensions| extensions.get::<LocalRefusal>().is_some())
+        extensions.is_some_and(|extensions| extensions.get::<OwnResponse>().is_some())
     }
 
-    /// Makes the response that the caller gets: only trailers, in the headers. A request that was sent is no local refusal.
-    fn into_response<B>(self) -> http::Response<GrpcBody<B>> {
-        let LocalRefusal(limited) = &self;
-        let (code, reason) = match limited {
-            Limited::Local { reason, .. } => (Code::RESOURCE_EXHAUSTED, name_of_reason(reason)),
-            Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, "upstream"),
-            Limited::Store { .. } => (Code::UNAVAILABLE, "store"),
+    /// Makes the response that the caller of a request gets that was limited: only trailers, in the headers.
+    fn of<B>(limited: Limited) -> http::Response<GrpcBody<B>> {
+        let (code, reason) = match &limited {
+            Limited::Local { reason, .. } => {
+                (Code::RESOURCE_EXHAUSTED, Some(name_of_reason(reason)))
+            }
+            Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, None),
+            // A call that was cancelled was sent.
+            Limited::Store { .. } => (Code::UNAVAILABLE, (!limited.was_sent()).then_some("store")),
         };
         let mut response = http::Response::new(GrpcBody::new(None, None));
         *response.version_mut() = Version::HTTP_2;
@@ -88,9 +96,11 @@ impl LocalRefusal {
             let millis = i32::try_from(millis).unwrap_or(i32::MAX);
             headers.insert(PUSHBACK, HeaderValue::from(millis));
         }
-        if !limited.was_sent() {
+        response.extensions_mut().insert(OwnResponse);
+        if let Some(reason) = reason {
+            let headers = response.headers_mut();
             headers.insert(REASON, HeaderValue::from_static(reason));
-            response.extensions_mut().insert(self);
+            response.extensions_mut().insert(LocalRefusal(limited));
         }
         response
     }
@@ -150,8 +160,8 @@ where
     G: Gate + 'static,
     B: Body,
 {
-    if LocalRefusal::is_in(Some(response.extensions())) {
-        // A layer inside refused the request. So it has no response, as if that layer had failed.
+    if OwnResponse::is_in(Some(response.extensions())) {
+        // A layer inside refused or cancelled the request. So it has no response, as if that layer had failed.
         drop(call.take());
         return Departure::Pass(None);
     }
@@ -346,7 +356,7 @@ fn as_response<B>(
     result: Result<http::Response<GrpcBody<B>>, Error>,
 ) -> Result<http::Response<GrpcBody<B>>, Error> {
     match result {
-        Err(Error::Limited(limited)) => Ok(LocalRefusal(limited).into_response()),
+        Err(Error::Limited(limited)) => Ok(OwnResponse::of(limited)),
         result => result,
     }
 }

@@ -13,7 +13,7 @@ use tower_layer::Layer;
 use super::attempts::{Attempts, is_reported};
 use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
-use super::response_policy::{ResponsePolicy, is_local_refusal};
+use super::response_policy::{ResponsePolicy, is_own_response};
 use super::seam::{Departure, Gate, show_wait, take_call};
 use super::service::{CloneService, RateLimit, edge};
 use crate::admission::Admission;
@@ -630,7 +630,7 @@ fn leave_slow<T>(
     response: &mut impl ResponseInfo,
     policy: &ResponsePolicy,
 ) -> Departure<Box<Wait>, T> {
-    if is_local_refusal(response) {
+    if is_own_response(response) {
         return Departure::Pass(None);
     }
     let (signal, status) = policy.read(call.key(), call.host(), response, clock::now());

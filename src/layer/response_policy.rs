@@ -121,11 +121,11 @@ impl ResponsePolicy {
     }
 }
 
-/// Returns whether a layer inside has refused the request, so that the upstream has not seen it.
-pub(super) fn is_local_refusal(response: &impl ResponseInfo) -> bool {
+/// Returns whether a layer inside has refused or cancelled the request, so that the upstream has not answered it.
+pub(super) fn is_own_response(response: &impl ResponseInfo) -> bool {
     #[cfg(feature = "grpc")]
     {
-        super::grpc::LocalRefusal::is_in(response.extensions())
+        super::grpc::OwnResponse::is_in(response.extensions())
     }
     #[cfg(not(feature = "grpc"))]
     {

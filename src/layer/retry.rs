@@ -116,7 +116,7 @@ impl RetryLimited {
         self.is_refusal(outcome) && self.budget.withdraw()
     }
 
-    /// Returns whether a call with this outcome may be retried. An accepted response adds to the budget.
+    /// Returns whether a call with this outcome may be retried. A response that is no refusal adds to the budget.
     fn is_refusal(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
         match outcome.map_err(Limited::find) {
             Ok(signal) if signal.refusal().is_some() => true,
@@ -161,7 +161,7 @@ impl Budget {
         })
     }
 
-    /// Adds what an accepted response brings.
+    /// Adds what a response brings that is no refusal.
     fn deposit(&self) {
         self.add(self.deposit);
     }

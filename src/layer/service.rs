@@ -293,7 +293,7 @@ where
                     Some(gate) => gate.poll_estimated(&mut self.wait, &self.unsent.request, cx),
                     None => G::poll_permit(&mut self.wait, cx),
                 };
-                // Not at each miss: its next slot is often due, and another would take its place in the inner service.
+                // Not at each miss: its next slot is often due, and another request would take its place in the inner service.
                 if polled.is_pending() && mem::take(&mut self.is_ready) {
                     self.unsent.inner = self.unsent.inner.clone();
                 }

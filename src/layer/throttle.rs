@@ -9,7 +9,7 @@ use std::task::{Context, Poll, ready};
 use tower_layer::Layer;
 
 use super::extractors::{Extractors, Reading};
-use super::response_policy::{ResponsePolicy, is_local_refusal};
+use super::response_policy::{ResponsePolicy, is_own_response};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Departure, Gate, show_wait, take_call};
 use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
@@ -235,7 +235,7 @@ impl Gate for AdaptiveThrottleLayer {
         repeat: Option<T>,
     ) -> Departure<Self::Wait, T> {
         let permit = take_call(call);
-        if is_local_refusal(response) {
+        if is_own_response(response) {
             return Departure::Pass(None);
         }
         show_wait_of(&permit, response);

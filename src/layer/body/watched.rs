@@ -16,12 +16,10 @@ use crate::signal::SpentReader;
 /// A response body behind a [`BodyLayer`](super::BodyLayer). It keeps its call in flight, and states the true cost of its
 /// request, if the layer does that. Its frames are those of the body of type `B`.
 pub struct WatchedBody<B: Body> {
-    // Boxed, so that it can be read before it has its place in the hands of the caller.
-    body: Pin<Box<B>>,
+    // Boxed, so that it can be read before it has its place in the hands of the caller. `None` if nothing comes after `ahead`.
+    body: Option<Pin<Box<B>>>,
     /// What was read before the response was passed on.
     ahead: VecDeque<Result<Frame<B::Data>, B::Error>>,
-    /// Whether nothing comes after `ahead`.
-    has_ended: bool,
     /// `None` once the body has ended.
     call: Option<InFlightSlot>,
     /// `None` once the body has ended.
@@ -37,8 +35,7 @@ const MOST_FRAMES: usize = 1024;
 impl<B: Body> WatchedBody<B> {
     pub(super) fn new(body: B) -> Self {
         WatchedBody {
-            has_ended: body.is_end_stream(),
-            body: Box::pin(body),
+            body: (!body.is_end_stream()).then(|| Box::pin(body)),
             ahead: VecDeque::new(),
             call: None,
             watch: None,
@@ -54,13 +51,16 @@ impl<B: Body> WatchedBody<B> {
         text: &mut Vec<u8>,
     ) -> Poll<bool> {
         loop {
-            if self.has_ended {
+            let Some(body) = &mut self.body else {
                 return Poll::Ready(true);
-            }
-            let Some(frame) = ready!(self.body.as_mut().poll_frame(cx)) else {
-                self.has_ended = true;
+            };
+            let Some(frame) = ready!(body.as_mut().poll_frame(cx)) else {
+                self.body = None;
                 continue;
             };
+            if frame.is_err() || body.is_end_stream() {
+                self.body = None;
+            }
             let data = frame.as_ref().ok().and_then(Frame::data_ref);
             let is_readable = data.is_none_or(|data| {
                 let chunk = data.chunk();
@@ -70,13 +70,11 @@ impl<B: Body> WatchedBody<B> {
                 }
                 fits
             });
-            self.has_ended = frame.is_err();
             let is_readable = is_readable && frame.is_ok() && self.ahead.len() < MOST_FRAMES;
             self.ahead.push_back(frame);
             if !is_readable {
                 return Poll::Ready(false);
             }
-            self.has_ended |= self.body.is_end_stream();
         }
     }
 
@@ -90,7 +88,7 @@ impl<B: Body> WatchedBody<B> {
     }
 
     fn is_at_end(&self) -> bool {
-        self.ahead.is_empty() && (self.has_ended || self.body.is_end_stream())
+        self.ahead.is_empty() && self.body.as_ref().is_none_or(|body| body.is_end_stream())
     }
 
     /// Ends the call, and states what the body has stated if it is whole.
@@ -106,9 +104,9 @@ impl<B: Body> WatchedBody<B> {
     pub(super) fn remaining_size(&self) -> SizeHint {
         let frames = self.ahead.iter().flatten().filter_map(Frame::data_ref);
         let ahead: u64 = frames.map(|data| data.remaining() as u64).sum();
-        let of_body = match self.has_ended {
-            true => SizeHint::with_exact(0),
-            false => self.body.size_hint(),
+        let of_body = match &self.body {
+            Some(body) => body.size_hint(),
+            None => SizeHint::with_exact(0),
         };
         let mut all = SizeHint::new();
         // A body may state any size.
@@ -135,14 +133,15 @@ where
         let this = &mut *self;
         if let Some(Poll::Ready(lost)) = this.call.as_ref().map(|call| call.poll_limited(cx)) {
             this.end(false);
+            // Dropping the body cancels the call.
             this.ahead.clear();
-            this.has_ended = true;
+            this.body = None;
             return Poll::Ready(Some(Err(Error::from(lost).into())));
         }
-        let frame = match this.ahead.pop_front() {
-            Some(frame) => Some(frame),
-            None if this.has_ended => None,
-            None => ready!(this.body.as_mut().poll_frame(cx)),
+        let frame = match (this.ahead.pop_front(), &mut this.body) {
+            (Some(frame), _) => Some(frame),
+            (None, Some(body)) => ready!(body.as_mut().poll_frame(cx)),
+            (None, None) => None,
         };
         match &frame {
             None => this.end(true),
