@@ -373,14 +373,17 @@ impl Cluster {
             {
                 servers.push((0, dice(), address.clone(), Some(node.link.clone())));
             }
-            let others = [(1, &self.seeds.servers[..]), (2, table.map.servers())];
-            for (turn, addresses) in others {
-                for address in addresses {
-                    if !servers.iter().any(|(_, _, known, _)| known == address) {
-                        servers.push((turn, dice(), address.clone(), None));
-                    }
-                }
-            }
+            let is_known =
+                |address: &&Address| servers.iter().all(|(_, _, known, _)| known != *address);
+            let seeds = self.seeds.servers.iter().filter(is_known);
+            let mut seeds: Vec<_> = seeds
+                .map(|address| (1, dice(), address.clone(), None))
+                .collect();
+            seeds.sort_by_key(|(_, dice, ..)| *dice);
+            let others = table.map.servers().iter().filter(is_known);
+            let others = others.map(|address| (2, dice(), address.clone(), None));
+            let others = others.chain(seeds.split_off(seeds.len().min(MOST_TRIED / 2)));
+            servers.extend(seeds.into_iter().chain(others.collect::<Vec<_>>()));
         }
         servers.sort_by_key(|(turn, dice, ..)| (*turn, *dice));
         let asks = servers
