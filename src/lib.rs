@@ -46,7 +46,7 @@
 //!
 //! What the response says about limits is read as a [**signal**](Signal). A 429 **holds** the key:
 //! no request of this key is sent until the time that the server named. If that is longer than
-//! [`max_hold`](RateLimitBuilder::max_hold), one request is sent then, to find out.
+//! [`max_hold`](RateLimitBuilder::max_hold), one request is sent after `max_hold`, to find out.
 //!
 //! The limit is kept where it is counted: at the server. If the time that a request takes to the
 //! server varies by at most [`transit_slack`](RateLimitBuilder::transit_slack), the server never

@@ -45,7 +45,7 @@ impl Division {
         for (index, share) in shares.iter().enumerate() {
             let ClassShare { class, percent, .. } = *share;
             if shares[..index].iter().any(|other| other.class == class) {
-                return out_of_range(format!("{class:?}"), "once for each class");
+                return out_of_range(format!("{class:?}"), "a class that has no share yet");
             }
             if !(1..=100).contains(&percent) {
                 return out_of_range(

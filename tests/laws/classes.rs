@@ -282,7 +282,7 @@ fn shares_that_cannot_be_are_errors() {
         text(&[("web", 60), ("jobs", 50)], quota),
         "share is 110 % in all, but must be at most 100 per cent in all"
     );
-    assert!(text(&[("web", 10), ("web", 20)], quota).contains("once for each class"));
+    assert!(text(&[("web", 10), ("web", 20)], quota).contains("has no share yet"));
     let every = text(&[("web", 50)], Quota::every(Duration::from_secs(2)));
     assert!(
         every.contains("the share of \"web\" is less than one unit"),

@@ -81,7 +81,7 @@ async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
     request.charges = charges;
     let reply = inner.store.lease(request.request(&[])).arrives().await;
     let charged = |history: &mut GrantHistory| {
-        // While slots of granted permits lie ahead, the process stays alone. The limiter gives
+        // While there are permits that the store does not know of, the process stays alone. The limiter gives
         // these permits up with its next request.
         let is_charged = |ledger: &mut StandaloneLedger| !ledger.owes_permits();
         let ends = reply.is_ok() && history.standalone().is_some_and(is_charged);

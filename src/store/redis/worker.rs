@@ -118,7 +118,7 @@ impl Drop for Droppable {
     }
 }
 
-/// How many events the listeners are told at once. With one, a busy thread would hear of more than it tells.
+/// How many events the listeners are told at once. With one, more may arrive at a busy thread than it passes on.
 const TOLD_AT_ONCE: usize = 64;
 
 /// Tells the listeners what arrives, one event after the other.
