@@ -118,8 +118,8 @@ use trust::{Observation, Trust};
 ///   that was refused last the speed rises slowly. A limit that is found again is tested less
 ///   often. Until the first refusal, the requests in flight grow by one in a round trip. Processes
 ///   that share the pace search, too, and so does every client of an unknown limit if the last
-///   refusal stated a wait, and any stated more than a second. A sole client also searches before a
-///   sliding window of at most 10 s.
+///   refusal stated a wait, and any stated more than a second. A sole client and processes that
+///   share the pace also search before a sliding window of at most 10 s.
 /// - **Refusals in a row** that state nothing are an outage: from the fourth on the speed stays, or from the
 ///   second on after 50 token times without a refusal, and from the fifth on the pause grows, up to 20 s. If nothing
 ///   passed before the first refusal, `m` is only a guess, which falls by a factor of e in 35 token times until the next
@@ -250,9 +250,9 @@ impl Fair {
 
     /// States that no other client uses the limit. Default: other clients may use it.
     ///
-    /// It matters for a server that states neither its limit nor what is left. The pace then searches
-    /// for the highest speed at which the server refuses next to nothing. Without it, the pace keeps
-    /// at a speed that is fair to other clients, and may use only a third of the limit.
+    /// It matters for a server that states neither its limit nor what is left, and for a short sliding window. The pace then
+    /// searches for the highest speed at which the server refuses next to nothing. Without it, the pace keeps
+    /// at a speed that is fair to other clients, and may use only a fifth of the limit.
     ///
     /// Set it only if all requests that count against the limit pass through this pace. Two processes
     /// that each search get uneven shares, and are refused more often. If the processes of a fleet
@@ -268,7 +268,7 @@ impl Fair {
         span(self.pace(in_flight))
     }
 
-    /// Reports whether the pace searches for the speed, because no response states what is left.
+    /// Reports whether the pace searches for the speed, because no response states what is left, or because that is no guide.
     fn is_searching(&self) -> bool {
         match self.is_told {
             true => self.is_alone() && self.slides,

@@ -12,9 +12,8 @@
 //!   round trip, so that few requests are refused when a limit is met.
 //! - **Outage**: the last request was refused. One request at a time leaves, after a pause that grows
 //!   with each refusal.
-//! - **Paced**: requests leave at a rate that rises along a cubic curve, first slowly and later ever
-//!   faster. The curve is flat near the rate that is believed to be the limit. Above the rate that
-//!   was refused last it rises slowly.
+//! - **Paced**: requests leave at a rate that rises along a cubic curve: fast at first, slowly near the rate that is
+//!   believed to be the limit, and then ever faster. Above the rate that was refused last it rises slowly.
 //!
 //! A cycle lasts from the end of one outage to the end of the next. What passed in a cycle, divided
 //! by its length, is what the server allows, or a little less. The rate that was refused is what it
