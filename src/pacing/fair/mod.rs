@@ -151,7 +151,7 @@ use trust::{Observation, Trust};
 /// - Sliding windows that do not state their reset: a burst repeats one window later.
 /// - Sliding windows of a few seconds with few requests: shares are uneven. One client uses 90 %, a
 ///   [sole client](Fair::sole_client) 94 %.
-/// - Servers that state nothing: one client may use only a third of the limit, or less, unless it is a
+/// - Servers that state nothing: one client may use only a fifth of the limit, or less, unless it is a
 ///   [sole client](Fair::sole_client).
 /// - Bursts in a window of at most 10 s: they are spread over the window.
 /// - Hundreds of clients on an empty bucket: learning `n` from refusals alone takes about one
