@@ -67,11 +67,9 @@ async fn three_processes_share_one_call_a_second() {
         log.iter().filter(|arrival| arrival.accepted).count()
     );
     let sent = count(&lines, ": answered") + count(&lines, ": failed: refused by the upstream");
-    assert_eq!(
-        (sent, sent + count(&lines, ": refused: ")),
-        (log.len(), 15),
-        "{lines:#?}"
-    );
+    // On a busy machine, the store may take longer than a permit lives.
+    let unsent = count(&lines, ": refused: ") + count(&lines, ": failed: not sent");
+    assert_eq!((sent, sent + unsent), (log.len(), 15), "{lines:#?}");
 
     // Fifteen calls, and at most seven seconds of `max_wait`: some must be refused.
     let by_who = log.by_who();
