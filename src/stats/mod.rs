@@ -71,7 +71,9 @@ pub(crate) use histogram::WAIT_SECONDS;
 pub(crate) use histogram::WaitCounts;
 #[cfg(all(feature = "metrics", feature = "redis"))]
 pub(crate) use histogram::seconds;
-pub(crate) use key_counts::{Counted, KeyCounts, shown};
+#[cfg(feature = "metrics")]
+pub(crate) use key_counts::Counted;
+pub(crate) use key_counts::{KeyCounts, shown};
 #[cfg(feature = "metrics")]
 pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
