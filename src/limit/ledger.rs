@@ -258,7 +258,8 @@ impl Ledger {
         if quota.is_set() {
             let (moment, was_learned) = (quota.until, quota.is_learned());
             self.drop_returned();
-            self.limits.unset(moment, now, was_learned);
+            self.limits.change(now);
+            self.limits.unset(moment, was_learned);
             if let Some(quota) = quota_mut(&mut self.rare) {
                 quota.end();
             }
@@ -272,10 +273,11 @@ impl Ledger {
     fn change_quota_version(&mut self, spec: &LimitSpec) {
         let now = self.now;
         self.drop_returned();
+        self.limits.change(now);
         let rare = self.rare.get_or_insert_default();
         let before = rare.quota.take().map(|before| *before);
         if let Some(before) = before.as_ref().filter(|before| before.is_set()) {
-            self.limits.unset(now, now, before.is_learned());
+            self.limits.unset(now, before.is_learned());
         }
         let quota = SetQuotaState::new(spec, before, now);
         if quota.is_set() {
@@ -613,8 +615,11 @@ impl Ledger {
     }
 
     /// Takes the units of unused permits out of the advance bookings, if they are certainly there.
-    /// Returns how many units it took.
+    /// Returns how many units it took. If a limit may not have the permits, a booking with their slot may be of others.
     fn erase(&mut self, unused: UnusedPermits) -> u64 {
+        if !self.limits.have(unused, self.now) {
+            return 0;
+        }
         let Some(rare) = &mut self.rare else {
             return 0;
         };

@@ -123,16 +123,20 @@ impl LimitSet {
         self.states = LimitStates::new(limiting, others);
     }
 
+    /// Takes in that other limits apply from now on: a slot that was granted before is not for the next caller. The limits
+    /// go on to count what they have counted.
+    pub(super) fn change(&mut self, now: Micros) {
+        let granted_until = self.granted_until(now);
+        for state in self.states.all_mut() {
+            state.begun = Begun::after(granted_until, state.begun.has_log());
+        }
+    }
+
     /// Ends a set quota. Its limits count as if callers stated them last at `moment`, and no limit is
     /// paused any more. If the quota was learned, its limits apply no longer, unless callers state them:
     /// one response may have stated a window of a year.
-    pub(super) fn unset(&mut self, moment: Micros, now: Micros, was_learned: bool) {
-        let granted_until = self.granted_until(now);
-        let (mut states, mut paused) = self.states.take();
-        for state in &mut paused {
-            // It allowed no permit meanwhile, and counted all.
-            state.begun = Begun::after(granted_until, state.begun.has_log());
-        }
+    pub(super) fn unset(&mut self, moment: Micros, was_learned: bool) {
+        let (mut states, paused) = self.states.take();
         for state in &mut states {
             state.last_stated = moment;
             if was_learned {
@@ -183,6 +187,11 @@ impl LimitSet {
         self.states.iter().all(|state| state.begun.is_before(slot))
     }
 
+    /// Returns whether all limits have the units of permits that come back at `now`.
+    pub(super) fn have(&self, unused: UnusedPermits, now: Micros) -> bool {
+        self.states.all().all(|state| state.begun.has(unused, now))
+    }
+
     /// Makes the state of a limit that is new to this key.
     fn begin(&self, limit: Limit, spec: &LimitSpec, now: Micros, ahead: i64) -> LimitState {
         let begun = Begun::after(self.granted_until(now), self.has_log_for(limit, now));
@@ -203,9 +212,12 @@ impl LimitSet {
     }
 
     /// Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older than
-    /// `now`.
+    /// `now`, or some limits began behind them: a log that was not copied lacks what lies far ahead.
     fn granted_until(&self, now: Micros) -> Micros {
-        self.log_end().max(now.saturating_sub(1))
+        let begun = self.states.all().map(|state| state.begun.moment()).max();
+        self.log_end()
+            .max(now.saturating_sub(1))
+            .max(begun.unwrap_or(0))
     }
 
     /// Returns the limit with fixed windows as long as those of `limit`, if that has fixed windows.

@@ -38,6 +38,10 @@ impl Begun {
         Begun(2 * moment + u64::from(has_log))
     }
 
+    pub(super) fn moment(self) -> Micros {
+        self.0 / 2
+    }
+
     /// Returns whether the limit has a log of the permits before.
     pub(super) fn has_log(self) -> bool {
         self.0 % 2 == 1
@@ -50,7 +54,7 @@ impl Begun {
 
     /// Returns whether the limit has the units of permits that come back at `now`. A log that was copied from a shorter one lacks
     /// those that are not valid any more.
-    fn has(self, unused: UnusedPermits, now: Micros) -> bool {
+    pub(super) fn has(self, unused: UnusedPermits, now: Micros) -> bool {
         self.is_before(unused.slot) || (self.has_log() && unused.stamp > now)
     }
 }

@@ -165,9 +165,27 @@ local function cold()
   end
 
   -- Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older
-  -- than now.
+  -- than now, or some limits began behind them.
   local function granted_until()
-    return math.max(log_end(), state.now - 1)
+    local last = math.max(log_end(), state.now - 1)
+    for i = 1, #state do
+      last = math.max(last, math.floor(state[i].begun / 2))
+    end
+    return last
+  end
+
+  -- Returns whether a limit has the units of a permit that comes back. limit_state.rs explains this.
+  local function has(limit, slot, stamp)
+    return 2 * slot > limit.begun or (limit.begun % 2 == 1 and stamp > state.now)
+  end
+
+  -- Takes the units of a permit out of the advance bookings, if all limits have them. Returns how many are left. If a
+  -- limit may not have them, a booking with this slot may be of others.
+  local function erase(slot, stamp, units)
+    for i = 1, #state do
+      if not has(state[i], slot, stamp) then return units end
+    end
+    return units - state.cold_advance.erase(slot, stamp, units)
   end
 
   -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
@@ -175,13 +193,13 @@ local function cold()
   -- limits that may not have them because they began later.
   local function subtract(slot, stamp, units)
     if state.cold_advance then
-      units = units - state.cold_advance.erase(slot, stamp, units)
+      units = erase(slot, stamp, units)
       if units == 0 or state.cold_advance.may_contain(slot, stamp) then return end
     end
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
-      if 2 * slot > limit.begun or (limit.begun % 2 == 1 and stamp > state.now) then
+      if has(limit, slot, stamp) then
         limit.rule.cold().subtract(limit, slot, stamp, units)
         note_unused(limit, stamp, units)
       end
@@ -240,7 +258,7 @@ local function cold()
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
     if state.cold_advance then
-      units = units - state.cold_advance.erase(slot, stamp, units)
+      units = erase(slot, stamp, units)
       if units == 0 then return end
     end
     local is_shared, is_earlier = false, false

@@ -54,14 +54,18 @@ local function cold_set_quota()
     state.limiting = #limits
   end
 
+  -- Takes in that other limits apply from now on: a slot that was granted before is not for the next
+  -- caller. The limits go on to count what they have counted.
+  local function limits_change()
+    local granted_until = cold().granted_until()
+    for i = 1, #state do
+      state[i].begun = 2 * granted_until + state[i].begun % 2
+    end
+  end
+
   -- Ends the set quota. Its limits count as if callers stated them last at `moment`, and no limit is
   -- paused any more. If the quota was learned, its limits apply no longer, unless callers state them.
   local function unset(moment, was_learned)
-    local granted_until = cold().granted_until()
-    for i = state.limiting + 1, #state do
-      -- It allowed no permit meanwhile, and counted all.
-      state[i].begun = 2 * granted_until + state[i].begun % 2
-    end
     for i = 1, state.limiting do
       state[i].last_stated = moment
       if was_learned then state[i].last_stated = 2 * moment - in_force_until(state[i]) - 1 end
@@ -76,6 +80,7 @@ local function cold_set_quota()
     if is_set(quota.version) then
       local moment = quota.ends
       if #state.returned > 0 then cold().drop_returned() end
+      limits_change()
       unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
     end
@@ -87,6 +92,7 @@ local function cold_set_quota()
   local function change(version, life, in_flight)
     local before, now = state.quota, state.now
     if #state.returned > 0 then cold().drop_returned() end
+    limits_change()
     if not before then
       before = { version = 0, life = 0 }
       state.limiting = #state
