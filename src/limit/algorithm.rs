@@ -214,14 +214,6 @@ impl Algorithm {
         }
     }
 
-    /// Returns the newest stamp that left the log early, if it has one.
-    pub(super) fn floor(&self) -> Option<Micros> {
-        match self {
-            Algorithm::Window(window) => window.floor(),
-            Algorithm::Bucket(_) | Algorithm::Fixed(_) => None,
-        }
-    }
-
     /// Returns a moment that is not before any slot in the log.
     pub(super) fn log_end(&self) -> Micros {
         match self {

@@ -126,7 +126,7 @@ impl Ledger {
         let now = self.now;
         self.limits.advance(now);
         if spec.quota_version() == 0 && self.set_quota().is_none() {
-            self.state(spec);
+            self.limits.state(spec, now, self.ahead(), None);
         } else {
             self.take_in_version(spec);
         }
@@ -143,22 +143,13 @@ impl Ledger {
         if spec.quota_version() > self.quota_version() {
             self.change_quota_version(spec);
         }
-        if self.set_quota().is_some_and(SetQuotaState::is_set) {
+        let (is_outdated, ahead) = (self.is_outdated(spec), self.ahead());
+        let quota = quota_mut(&mut self.rare);
+        if quota.as_ref().is_some_and(|quota| quota.is_set()) {
             self.limits.forget_paused(spec, now);
-        } else if !self.is_outdated(spec) {
-            self.state(spec);
+        } else if !is_outdated {
+            self.limits.state(spec, now, ahead, quota);
         }
-    }
-
-    /// Takes in that a caller states the limits of `spec`. A returned slot is not for new ones: they did not allow it.
-    fn state(&mut self, spec: &LimitSpec) {
-        let has_returned = self
-            .returned()
-            .is_some_and(|returned| returned.last().is_some());
-        if has_returned && self.limits.has_new(spec) {
-            self.drop_returned();
-        }
-        self.limits.state(spec, self.now, self.ahead());
     }
 
     /// Returns the set quota, or its end.
@@ -258,10 +249,10 @@ impl Ledger {
         if quota.is_set() {
             let (moment, was_learned) = (quota.until, quota.is_learned());
             self.drop_returned();
-            self.limits.change(now);
+            let booked_until = self.limits.log_end();
             self.limits.unset(moment, was_learned);
             if let Some(quota) = quota_mut(&mut self.rare) {
-                quota.end();
+                quota.end(booked_until);
             }
         }
         if let Some(rare) = &mut self.rare {
@@ -273,15 +264,15 @@ impl Ledger {
     fn change_quota_version(&mut self, spec: &LimitSpec) {
         let now = self.now;
         self.drop_returned();
-        self.limits.change(now);
+        let booked_until = self.limits.log_end();
         let rare = self.rare.get_or_insert_default();
         let before = rare.quota.take().map(|before| *before);
         if let Some(before) = before.as_ref().filter(|before| before.is_set()) {
             self.limits.unset(now, before.is_learned());
         }
-        let quota = SetQuotaState::new(spec, before, now);
+        let mut quota = SetQuotaState::new(spec, before, now, booked_until);
         if quota.is_set() {
-            self.limits.set(spec, now, rare.ahead);
+            self.limits.set(spec, now, rare.ahead, &mut quota);
         }
         rare.quota = Some(Box::new(quota));
     }
@@ -558,11 +549,14 @@ impl Ledger {
     }
 
     /// Takes back unused permits. An advance booking is erased. If the slot of another permit lies
-    /// ahead, nothing is reserved for other clients then, and all limits applied when it was granted,
+    /// ahead, nothing is reserved for other clients then, and the set quota has not changed since,
     /// it is kept for the next caller as long as others are booked behind it. Otherwise the units
     /// leave the limits.
     pub(crate) fn take_back(&mut self, mut unused: UnusedPermits) {
         if unused.units == 0 || unused.stamp < unused.slot {
+            return;
+        }
+        if self.may_miss(unused) {
             return;
         }
         unused.units -= self.erase(unused);
@@ -570,8 +564,10 @@ impl Ledger {
             return;
         }
         let is_shared = self.limits.is_reserved(unused.slot);
+        let quota = self.set_quota();
+        let is_earlier = quota.is_some_and(|quota| quota.may_be_earlier(unused.slot));
         let is_past = unused.slot <= self.now || unused.slot < self.earliest();
-        if is_past || is_shared || !self.limits.applied_to(unused.slot) {
+        if is_past || is_shared || is_earlier {
             self.subtract(unused);
         } else if let Some(last) = self.rare.get_or_insert_default().returned.put(unused) {
             // There was no room for another returned slot, so the units of the last one leave the
@@ -606,6 +602,9 @@ impl Ledger {
     /// Takes the units of unused permits out of the limits. If they may be a part of joined advance
     /// bookings, they stay: the limits may not have them.
     fn subtract(&mut self, mut unused: UnusedPermits) {
+        if self.may_miss(unused) {
+            return;
+        }
         unused.units -= self.erase(unused);
         let rare = self.rare.as_deref();
         let may_be_joined = rare.is_some_and(|rare| rare.advance.may_contain(unused));
@@ -614,12 +613,16 @@ impl Ledger {
         }
     }
 
+    /// Returns whether a limit may not count these permits, because the limits have changed since. Their
+    /// units stay where they are.
+    fn may_miss(&self, unused: UnusedPermits) -> bool {
+        self.set_quota()
+            .is_some_and(|quota| quota.may_miss(unused, self.now))
+    }
+
     /// Takes the units of unused permits out of the advance bookings, if they are certainly there.
-    /// Returns how many units it took. If a limit may not have the permits, a booking with their slot may be of others.
+    /// Returns how many units it took.
     fn erase(&mut self, unused: UnusedPermits) -> u64 {
-        if !self.limits.have(unused, self.now) {
-            return 0;
-        }
         let Some(rare) = &mut self.rare else {
             return 0;
         };

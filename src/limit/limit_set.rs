@@ -5,8 +5,10 @@
 
 use super::advance::{AdvanceBooking, TOLERANCE};
 use super::algorithm::{Algorithm, PermitTime};
-use super::limit_state::{Begun, LimitState};
+use super::fixed::Fixed;
+use super::limit_state::LimitState;
 use super::limit_states::LimitStates;
+use super::set_quota::SetQuotaState;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -72,7 +74,13 @@ impl LimitSet {
 
     /// Adds the limits of `spec`, or records that a caller stated them. Forgets the limits that no
     /// longer apply. The wall clock is `ahead` microseconds ahead of the ledger's time.
-    pub(super) fn state(&mut self, spec: &LimitSpec, now: Micros, ahead: i64) {
+    pub(super) fn state(
+        &mut self,
+        spec: &LimitSpec,
+        now: Micros,
+        ahead: i64,
+        mut set_quota: Option<&mut SetQuotaState>,
+    ) {
         let stated_at = stated_at(spec, now);
         for limit in spec.limits() {
             match self.states.iter_mut().find(|state| state.limit == *limit) {
@@ -85,7 +93,7 @@ impl LimitSet {
                 }
                 Some(_) => {}
                 None => {
-                    let state = self.begin(*limit, spec, now, ahead);
+                    let state = self.begin(*limit, spec, now, ahead, set_quota.as_deref_mut());
                     self.states.push(state);
                 }
             }
@@ -100,12 +108,18 @@ impl LimitSet {
     }
 
     /// Makes the limits of `spec` those of a set quota. The others are paused.
-    pub(super) fn set(&mut self, spec: &LimitSpec, now: Micros, ahead: i64) {
+    pub(super) fn set(
+        &mut self,
+        spec: &LimitSpec,
+        now: Micros,
+        ahead: i64,
+        quota: &mut SetQuotaState,
+    ) {
         let limits = spec.limits();
         let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
-                let state = self.begin(*limit, spec, now, ahead);
+                let state = self.begin(*limit, spec, now, ahead, Some(quota));
                 let (before, mut paused) = self.states.take();
                 paused.push(state);
                 self.states = LimitStates::new(before, paused);
@@ -121,15 +135,6 @@ impl LimitSet {
             }
         }
         self.states = LimitStates::new(limiting, others);
-    }
-
-    /// Takes in that other limits apply from now on: a slot that was granted before is not for the next caller. The limits
-    /// go on to count what they have counted.
-    pub(super) fn change(&mut self, now: Micros) {
-        let granted_until = self.granted_until(now);
-        for state in self.states.all_mut() {
-            state.begun = Begun::after(granted_until, state.begun.has_log());
-        }
     }
 
     /// Ends a set quota. Its limits count as if callers stated them last at `moment`, and no limit is
@@ -176,59 +181,42 @@ impl LimitSet {
         first.map(|index| self.states.remove(index)).is_some()
     }
 
-    /// Returns whether a limit of `spec` is new to this key.
-    pub(super) fn has_new(&self, spec: &LimitSpec) -> bool {
-        let is_known = |limit: &Limit| self.states.all().any(|state| state.limit == *limit);
-        !spec.limits().iter().all(is_known)
-    }
-
-    /// Returns whether all limits applied to permits with this slot when these were granted.
-    pub(super) fn applied_to(&self, slot: Micros) -> bool {
-        self.states.iter().all(|state| state.begun.is_before(slot))
-    }
-
-    /// Returns whether all limits have the units of permits that come back at `now`.
-    pub(super) fn have(&self, unused: UnusedPermits, now: Micros) -> bool {
-        self.states.all().all(|state| state.begun.has(unused, now))
-    }
-
-    /// Makes the state of a limit that is new to this key.
-    fn begin(&self, limit: Limit, spec: &LimitSpec, now: Micros, ahead: i64) -> LimitState {
-        let begun = Begun::after(self.granted_until(now), self.has_log_for(limit, now));
+    /// Makes the state of a limit that is new to this key. If the key has a set quota, or the end of one,
+    /// notes there which permits the limit may not know.
+    fn begin(
+        &self,
+        limit: Limit,
+        spec: &LimitSpec,
+        now: Micros,
+        ahead: i64,
+        quota: Option<&mut SetQuotaState>,
+    ) -> LimitState {
+        if let Some(quota) = quota {
+            quota.begin(self.log_end().max(now), self.would_know_all(limit));
+        }
         let rule = self.rule_for(limit, now, ahead, micros_up(spec.transit_slack()));
-        LimitState::new(limit, rule, stated_at(spec, now), begun)
+        LimitState::new(limit, rule, stated_at(spec, now))
     }
 
-    /// Returns whether a limit that is new to this key begins with a log of all valid permits: see [`rule_for`](Self::rule_for).
-    /// The limit that it is copied from has to have one.
-    fn has_log_for(&self, limit: Limit, now: Micros) -> bool {
-        let is_first = self.states.all().next().is_none();
-        let copied = match limit {
-            Limit::Fixed { .. } => self.same_windows(limit),
-            _ => self.longest_window(),
-        };
-        is_first
-            || copied.is_some_and(|state| state.begun.has_log() && state.rule.floor() <= Some(now))
+    /// Returns whether a limit that is new to this key would begin with a log of all permits, so that it
+    /// counts each that comes back. Permits that left the log have a stamp that is over.
+    fn would_know_all(&self, limit: Limit) -> bool {
+        match limit {
+            _ if self.states.all().next().is_none() => true,
+            Limit::Fixed { .. } => self.same_windows(limit).is_some(),
+            _ => self.longest_window().is_some(),
+        }
     }
 
-    /// Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older than
-    /// `now`, or some limits began behind them: a log that was not copied lacks what lies far ahead.
-    fn granted_until(&self, now: Micros) -> Micros {
-        let begun = self.states.all().map(|state| state.begun.moment()).max();
-        self.log_end()
-            .max(now.saturating_sub(1))
-            .max(begun.unwrap_or(0))
-    }
-
-    /// Returns the limit with fixed windows as long as those of `limit`, if that has fixed windows.
-    fn same_windows(&self, limit: Limit) -> Option<&LimitState> {
+    /// Returns the fixed windows that are as long as those of a limit, if it has fixed windows.
+    fn same_windows(&self, limit: Limit) -> Option<&Fixed> {
         let Limit::Fixed { window, .. } = limit else {
             return None;
         };
-        let is_same = |state: &&LimitState| {
-            matches!(state.rule, Algorithm::Fixed(_)) && state.limit.window() == window
-        };
-        self.states.all().find(is_same)
+        self.states.all().find_map(|state| match &state.rule {
+            Algorithm::Fixed(fixed) if state.limit.window() == window => Some(&**fixed),
+            _ => None,
+        })
     }
 
     /// Returns the sliding window that remembers for longest.
@@ -242,7 +230,7 @@ impl LimitSet {
     /// other limits remember. For a fixed window, that of another one of the same length; or else the
     /// log of the longest sliding window; or else the largest number of units in use.
     fn rule_for(&self, limit: Limit, now: Micros, ahead: i64, transit_slack: Micros) -> Algorithm {
-        if let Some(Algorithm::Fixed(same)) = self.same_windows(limit).map(|state| &state.rule) {
+        if let Some(same) = self.same_windows(limit) {
             return Algorithm::Fixed(Box::new(same.with_limit(limit.count())));
         }
         let mut rule = Algorithm::new(limit, ahead);

@@ -18,45 +18,9 @@ pub(super) struct LimitState {
     pub(super) rule: Algorithm,
     /// When a caller last stated the limit.
     pub(super) last_stated: Micros,
-    pub(super) begun: Begun,
     /// What other clients use of the limit, if they are known to use it. Boxed, because few limits
     /// are shared with other clients, and few upstreams state what is left.
     external: Option<Box<ExternalUsage>>,
-}
-
-/// When a limit began to apply: all permits before have slots up to a moment.
-///
-/// If such a permit comes back, its slot is not for the next caller, because the limit did not allow it. Nor may its units leave the
-/// limit if that never had them: they would be units of others. So the limit also says whether it has a log of these
-/// permits, because it began with the log of another limit. Both in one number, as the record in Redis has it: twice the
-/// moment, and 1 if it has a log.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Begun(u64);
-
-impl Begun {
-    pub(super) fn after(moment: Micros, has_log: bool) -> Self {
-        Begun(2 * moment + u64::from(has_log))
-    }
-
-    pub(super) fn moment(self) -> Micros {
-        self.0 / 2
-    }
-
-    /// Returns whether the limit has a log of the permits before.
-    pub(super) fn has_log(self) -> bool {
-        self.0 % 2 == 1
-    }
-
-    /// Returns whether the limit applied when a permit with this slot was granted.
-    pub(super) fn is_before(self, slot: Micros) -> bool {
-        2 * slot > self.0
-    }
-
-    /// Returns whether the limit has the units of permits that come back at `now`. A log that was copied from a shorter one lacks
-    /// those that are not valid any more.
-    pub(super) fn has(self, unused: UnusedPermits, now: Micros) -> bool {
-        self.is_before(unused.slot) || (self.has_log() && unused.stamp > now)
-    }
 }
 
 /// The greatest age of a response whose reset counts: 250 ms, or a twentieth of the window if that
@@ -65,13 +29,12 @@ impl Begun {
 const OLDEST_RESPONSE: Micros = 250_000;
 
 impl LimitState {
-    /// Makes the state of a limit that a caller states at `stated_at`.
-    pub(super) fn new(limit: Limit, rule: Algorithm, stated_at: Micros, begun: Begun) -> Self {
+    /// Makes the state of a limit that a caller states at `now`.
+    pub(super) fn new(limit: Limit, rule: Algorithm, now: Micros) -> Self {
         LimitState {
             limit,
             rule,
-            last_stated: stated_at,
-            begun,
+            last_stated: now,
             external: None,
         }
     }
@@ -177,13 +140,10 @@ impl LimitState {
         reserved.map_or(0, |(units, _)| u64::from(units))
     }
 
-    /// Takes back permits that were not used. If the limit may not have their units, it keeps them: what would be taken out may be
-    /// of others.
+    /// Takes back permits that were not used.
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
-        if self.begun.has(unused, now) {
-            self.rule.subtract(now, unused);
-            self.returned(now, unused);
-        }
+        self.rule.subtract(now, unused);
+        self.returned(now, unused);
     }
 
     /// Takes in that permits came back unused.

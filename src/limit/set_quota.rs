@@ -23,10 +23,15 @@
 //! A change that ends a learned quota, and no other one, states the version of the learned quota. It ends
 //! that one, and learned ones after it. If an operator has set a quota since, that one stays.
 //!
+//! A limit that begins to apply may not know all earlier permits. If such a permit came back unused, and
+//! its units were taken out of that limit, they would be units of others. So after limits have changed, an
+//! earlier permit is taken back only while it is valid, and only if the new limits began with a log of
+//! all permits. Otherwise its units stay until they leave by themselves.
+//!
 //! Twin: `store/redis/lua/set_quota.lua`
 //! After a change: `cargo test --all-features --lib differential`
 
-use super::{LimitSpec, Micros, micros_up};
+use super::{LimitSpec, Micros, UnusedPermits, micros_up};
 
 /// How much longer than its life the end of a set quota is remembered: a minute. A process may hear of
 /// the set quota as late as that after the store's last reply about it.
@@ -60,7 +65,7 @@ pub enum ChangeKind {
 /// The state of a set quota, or of its end.
 #[derive(Clone, Debug)]
 pub(super) struct SetQuotaState {
-    /// The version: an odd one applies, an even one is that of an end.
+    /// The version. Odd if the quota applies, even if it has ended.
     pub(super) version: u32,
     /// Until when the quota applies if it is not used, or its end is remembered.
     pub(super) until: Micros,
@@ -68,16 +73,32 @@ pub(super) struct SetQuotaState {
     pub(super) life: Micros,
     /// How many calls the quota allows in flight. `None` if it does not limit them.
     pub(super) in_flight: Option<u32>,
+    /// No permit that was granted before the limits changed last has a later slot.
+    booked_until: Micros,
+    /// No permit that was granted before a limit began without a log of all permits has a later slot.
+    lost_until: Micros,
 }
 
 impl SetQuotaState {
-    /// Makes the state that a call with a new version leaves.
-    pub(super) fn new(spec: &LimitSpec, before: Option<SetQuotaState>, now: Micros) -> Self {
+    /// Makes the state that a call with a new version leaves. The slots of all permits in the logs are
+    /// at or before `booked_until`.
+    pub(super) fn new(
+        spec: &LimitSpec,
+        before: Option<SetQuotaState>,
+        now: Micros,
+        booked_until: Micros,
+    ) -> Self {
         let version = spec.quota_version();
         let mut life = micros_up(spec.quota_life());
         let mut until = now + life;
+        let (mut booked_before, mut lost_until) = (0, 0);
+        if let Some(before) = before {
+            (booked_before, lost_until) = (before.booked_until, before.lost_until);
+            if !is_set(version) {
+                life = life.max(before.life);
+            }
+        }
         if !is_set(version) {
-            life = life.max(before.map_or(0, |before| before.life));
             until = now + life + END_MARGIN;
         }
         SetQuotaState {
@@ -85,6 +106,8 @@ impl SetQuotaState {
             until,
             life,
             in_flight: spec.quota().most_in_flight().filter(|_| is_set(version)),
+            booked_until: booked_before.max(booked_until).max(now),
+            lost_until,
         }
     }
 
@@ -94,8 +117,9 @@ impl SetQuotaState {
     }
 
     /// Takes in that the quota has ended by itself.
-    pub(super) fn end(&mut self) {
+    pub(super) fn end(&mut self, booked_until: Micros) {
         self.version += 1;
+        self.booked_until = self.booked_until.max(booked_until).max(self.until);
         self.until += END_MARGIN;
         self.in_flight = None;
     }
@@ -116,6 +140,27 @@ impl SetQuotaState {
     /// Takes in that the same quota was learned again.
     pub(super) fn learn_again(&mut self, life: Micros, now: Micros) {
         (self.until, self.life) = (now + life, life);
+    }
+
+    /// Returns whether a permit with this slot may be from before the limits changed last. If it comes
+    /// back, its slot is not kept for the next caller: other limits allowed it.
+    pub(super) fn may_be_earlier(&self, slot: Micros) -> bool {
+        slot <= self.booked_until
+    }
+
+    /// Takes in that a limit begins to apply. The slots of all permits in the logs are at or before
+    /// `booked_until`. `knows_all` states whether the limit begins with a log of all permits.
+    pub(super) fn begin(&mut self, booked_until: Micros, knows_all: bool) {
+        self.booked_until = self.booked_until.max(booked_until);
+        if !knows_all {
+            self.lost_until = self.booked_until;
+        }
+    }
+
+    /// Returns whether a limit may not count permits that come back at `now`. A log that is shorter
+    /// than that of the new limit has forgotten only permits that are not valid any more.
+    pub(super) fn may_miss(&self, unused: UnusedPermits, now: Micros) -> bool {
+        self.may_be_earlier(unused.slot) && (unused.stamp <= now || unused.slot <= self.lost_until)
     }
 }
 

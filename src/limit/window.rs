@@ -135,14 +135,6 @@ impl Window {
         WindowSweep::new(begin, self.span, used, log, advance)
     }
 
-    /// Returns the newest stamp that left the log early.
-    pub(super) fn floor(&self) -> Option<Micros> {
-        match &self.log {
-            Log::Short { .. } => None,
-            Log::Long(log) => log.floor(),
-        }
-    }
-
     /// Returns the first moment, not before `from`, that the log allows.
     fn first_slot_of_log(&mut self, from: Micros, cost: u64, reserved: u64) -> Micros {
         let others = self.limit().saturating_sub(cost + reserved);
@@ -173,10 +165,9 @@ impl Window {
     /// Returns how many units may be used now. `advance` has removed the chunks that are older than
     /// the window.
     pub(super) fn free(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let is_reached = self.floor().is_some_and(|floor| self.end(floor) > now);
-        let free = match is_reached {
-            true => 0,
-            false => self.limit().saturating_sub(self.used()),
+        let free = match &self.log {
+            Log::Long(log) if log.floor().is_some_and(|floor| self.end(floor) > now) => 0,
+            _ => self.limit().saturating_sub(self.used()),
         };
         if advance.is_empty() {
             return free;

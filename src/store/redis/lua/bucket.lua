@@ -173,10 +173,10 @@ local function bucket_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, begun, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
+    local kind, count, window, capacity, guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
       refundable_r, queued_from = struct.unpack(BUCKET_RECORD, s, from)
     return {
-      kind = kind, count = count, window = window, capacity = capacity, begun = begun, last_stated = last_stated, n = n,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
       room = room, full_at = full_at, full_r = full_r, base_at = base_at, base_r = base_r, refundable = refundable,
       refundable_r = refundable_r, queued_from = queued_from, base = 0, rule = 0, ours = false, dirty = false, list = false,
     }
@@ -184,7 +184,7 @@ local function bucket_rule()
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.begun, limit.last_stated,
+    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
       limit.n, limit.room, limit.full_at, limit.full_r, limit.base_at, limit.base_r, limit.refundable, limit.refundable_r,
       limit.queued_from, 0, 0, 0)
   end

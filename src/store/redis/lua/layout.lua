@@ -162,8 +162,8 @@ local HEAD_SIZE = 65
 local RECORD_SIZE = 90
 
 -- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity, 0 unless it is a
--- bucket; I7 begun: twice the last slot that was granted without it, plus 1 if it has a log of these permits; I7 when a
--- call last stated it; I2 entries; I2 room for entries.
+-- bucket; I7 boundary guard of the caller that added it, which no rule reads; I7 when a call last
+-- stated it; I2 entries; I2 room for entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
 -- oldest chunk in the ring; I7 floor (the newest stamp that left the log early, 0 for none); I2
@@ -205,8 +205,8 @@ local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
 local ADVANCE_RECORD = '<BI2I7I7'
 -- The set quota or its end: B kind; I4 quota version; I7 until when it applies without use, or its end
 -- is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits that are not paused, the
--- first ones. src/limit/set_quota.rs explains the fields.
-local QUOTA_RECORD = '<BI4I7I7I4B'
+-- first ones; I7 booked until; I7 lost until. src/limit/set_quota.rs explains the fields.
+local QUOTA_RECORD = '<BI4I7I7I4BI7I7'
 -- An advance booking: I7 first slot; I7 last slot; I7 stamp; I7 units. src/limit/advance.rs explains
 -- the fields.
 local ADVANCE_BOOKING = '<I7I7I7I7'

@@ -164,45 +164,20 @@ local function cold()
     return last
   end
 
-  -- Returns a moment that is not before the slot of any permit so far. Those that are in no log any more are older
-  -- than now, or some limits began behind them.
-  local function granted_until()
-    local last = math.max(log_end(), state.now - 1)
-    for i = 1, #state do
-      last = math.max(last, math.floor(state[i].begun / 2))
-    end
-    return last
-  end
-
-  -- Returns whether a limit has the units of a permit that comes back. limit_state.rs explains this.
-  local function has(limit, slot, stamp)
-    return 2 * slot > limit.begun or (limit.begun % 2 == 1 and stamp > state.now)
-  end
-
-  -- Takes the units of a permit out of the advance bookings, if all limits have them. Returns how many are left. If a
-  -- limit may not have them, a booking with this slot may be of others.
-  local function erase(slot, stamp, units)
-    for i = 1, #state do
-      if not has(state[i], slot, stamp) then return units end
-    end
-    return units - state.cold_advance.erase(slot, stamp, units)
-  end
-
   -- Takes the units of a permit out of every limit, or out of the advance bookings. If joined
-  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay in
-  -- limits that may not have them because they began later.
+  -- bookings may contain the permit, the units stay: the limits may not have them. They also stay if
+  -- a limit may not know the permit.
   local function subtract(slot, stamp, units)
+    if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
-      units = erase(slot, stamp, units)
+      units = units - state.cold_advance.erase(slot, stamp, units)
       if units == 0 or state.cold_advance.may_contain(slot, stamp) then return end
     end
     state.changed = true
     for i = 1, #state do
       local limit = state[i]
-      if has(limit, slot, stamp) then
-        limit.rule.cold().subtract(limit, slot, stamp, units)
-        note_unused(limit, stamp, units)
-      end
+      limit.rule.cold().subtract(limit, slot, stamp, units)
+      note_unused(limit, stamp, units)
     end
   end
 
@@ -252,20 +227,21 @@ local function cold()
   end
 
   -- Takes back a permit that was not used. An advance booking is erased. If the slot of another
-  -- permit lies ahead, nothing is reserved for other clients then, and all limits applied when it was
-  -- granted, the slot is kept for the next caller as long as others are booked behind it. Otherwise its
+  -- permit lies ahead, nothing is reserved for other clients then, and the set quota has not changed
+  -- since, the slot is kept for the next caller as long as others are booked behind it. Otherwise its
   -- units leave the limits.
   local function take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
+    if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
-      units = erase(slot, stamp, units)
+      units = units - state.cold_advance.erase(slot, stamp, units)
       if units == 0 then return end
     end
-    local is_shared, is_earlier = false, false
+    local is_shared = false
     for i = 1, state.limiting do
-      if 2 * slot <= state[i].begun then is_earlier = true end
       if state[i].external and reserved(state[i], slot) > 0 then is_shared = true end
     end
+    local is_earlier = state.quota and slot <= state.quota.booked_until
     if slot <= state.now or slot < state.earliest or is_shared or is_earlier then
       subtract(slot, stamp, units)
     else
@@ -316,10 +292,10 @@ local function cold()
   -- Adds a limit that is new to this key. It starts with the use that the other limits remember. For a
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
   -- or else the largest number of units in use.
-  local function add(kind, count, window, capacity)
+  local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
-      kind = kind, count = count, window = window, capacity = capacity, n = 0, room = 0,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, n = 0, room = 0,
       last_stated = lends and state.now + STATED_AHEAD or state.now, base = 0, rule = rule,
     }
     local same, longest, most_used = nil, nil, 0
@@ -331,10 +307,6 @@ local function cold()
       if used > most_used then most_used = used end
     end
     rule.cold().new(limit)
-    local has_log, copied = #state == 0, same
-    if kind ~= FIXED then copied = longest end
-    if copied then has_log = copied.begun % 2 == 1 and (kind == FIXED or copied.floor <= state.now) end
-    limit.begun = 2 * granted_until() + (has_log and 1 or 0)
     if same then
       limit.phase, limit.open_from, limit.last_stamp = same.phase, same.open_from, same.last_stamp
       for i, use in ipairs(entries(same)) do
@@ -449,9 +421,8 @@ local function cold()
   end
 
   state.cold = {
-    log_end = log_end, granted_until = granted_until, note_unused = note_unused, take_back = take_back, drain = drain,
-    drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add, retain = retain, recover = recover,
-    rewrite = rewrite,
+    log_end = log_end, note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
+    retain = retain, recover = recover, rewrite = rewrite,
   }
   return state.cold
 end

@@ -176,7 +176,7 @@ end
 -- Whether the limits of the call count as stated. A set quota applies in their place.
 local counts, is_valid = true, true
 if state.quota or quota_version > 0 or operation >= SET_QUOTA then
-  counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count)
+  counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
   if not is_valid then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
 end
 local limits_end = pos + limit_count * CALL_LIMIT_SIZE
@@ -185,9 +185,8 @@ if counts then
     local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, from)
     local stated = find_limit(#state, kind, count, window, capacity)
     if not stated then
-      -- A returned slot is not for a new limit, which did not allow it.
-      if #state.returned > 0 then cold().drop_returned() end
-      stated = cold().add(kind, count, window, capacity)
+      local add = state.quota and state.cold_set_quota.begin or cold().add
+      stated = add(kind, count, window, capacity, guard)
     elseif now - stated.last_stated > stated.window / 2 then
       stated.last_stated, state.changed = lends and now + STATED_AHEAD or now, true
     end

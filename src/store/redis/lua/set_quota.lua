@@ -6,8 +6,8 @@
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, `state` (state.lua), `cold`
 -- (ledger.lua)
 --
--- src/limit/set_quota.rs has the rules, and explains quota versions and paused limits. Few keys have a
--- set quota, so all functions of this file are cold.
+-- src/limit/set_quota.rs has the rules, and explains quota versions, paused limits and which permits
+-- are taken back. Few keys have a set quota, so all functions of this file are cold.
 
 -- The most limits of a set quota.
 local MOST_SET_LIMITS = 9
@@ -33,13 +33,39 @@ local function cold_set_quota()
     return version % 4 == 3
   end
 
+  -- Returns a moment that is not before `moment` and not before the slot of any permit in the logs.
+  local function slots_end(moment)
+    return math.max(cold().log_end(), moment)
+  end
+
+  -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
+  -- not know.
+  local function begin(kind, count, window, capacity, guard)
+    local quota, knows_all = state.quota, #state == 0
+    for i = 1, #state do
+      local other = state[i]
+      if kind == FIXED and other.kind == FIXED and other.window == window then knows_all = true end
+      if kind ~= FIXED and other.kind == WINDOW then knows_all = true end
+    end
+    quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
+    if not knows_all then quota.lost_until = quota.booked_until end
+    return cold().add(kind, count, window, capacity, guard)
+  end
+
+  -- Returns whether a limit may not count a permit that comes back, because the limits have changed
+  -- since. src/limit/set_quota.rs explains this.
+  local function may_miss(slot, stamp)
+    local quota = state.quota
+    return slot <= quota.booked_until and (stamp <= state.now or slot <= quota.lost_until)
+  end
+
   -- Makes the limits of the call, which begin at `pos`, those of the set quota. The others are paused.
-  local function set(call, pos, limit_count)
+  local function set(call, pos, limit_count, guard)
     local limits, others, is_chosen, known = {}, {}, {}, nil
     for _ = 1, limit_count do
       local kind, count, window, capacity
       kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-      local limit = find_limit(#state, kind, count, window, capacity) or cold().add(kind, count, window, capacity)
+      local limit = find_limit(#state, kind, count, window, capacity) or begin(kind, count, window, capacity, guard)
       limit.last_stated = state.now
       if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
     end
@@ -52,15 +78,6 @@ local function cold_set_quota()
       state[i] = limits[i] or others[i - #limits]
     end
     state.limiting = #limits
-  end
-
-  -- Takes in that other limits apply from now on: a slot that was granted before is not for the next
-  -- caller. The limits go on to count what they have counted.
-  local function limits_change()
-    local granted_until = cold().granted_until()
-    for i = 1, #state do
-      state[i].begun = 2 * granted_until + state[i].begun % 2
-    end
   end
 
   -- Ends the set quota. Its limits count as if callers stated them last at `moment`, and no limit is
@@ -80,7 +97,7 @@ local function cold_set_quota()
     if is_set(quota.version) then
       local moment = quota.ends
       if #state.returned > 0 then cold().drop_returned() end
-      limits_change()
+      quota.booked_until = math.max(quota.booked_until, slots_end(moment))
       unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
     end
@@ -92,9 +109,8 @@ local function cold_set_quota()
   local function change(version, life, in_flight)
     local before, now = state.quota, state.now
     if #state.returned > 0 then cold().drop_returned() end
-    limits_change()
     if not before then
-      before = { version = 0, life = 0 }
+      before = { version = 0, life = 0, booked_until = 0, lost_until = 0 }
       state.limiting = #state
     end
     if is_set(before.version) then unset(now, is_learned(before.version)) end
@@ -103,7 +119,10 @@ local function cold_set_quota()
       if before.life > life then life = before.life end
       ends, in_flight = now + life + END_MARGIN, 0
     end
-    state.quota = { version = version, ends = ends, life = life, in_flight = in_flight }
+    state.quota = {
+      version = version, ends = ends, life = life, in_flight = in_flight,
+      booked_until = math.max(before.booked_until, slots_end(now)), lost_until = before.lost_until,
+    }
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
 
@@ -136,7 +155,7 @@ local function cold_set_quota()
 
   -- Takes in the quota version of a call. Returns whether the limits of the call count as stated, and
   -- whether they may be those of a set quota if they are.
-  local function take_in(operation, call, pos, limit_count)
+  local function take_in(operation, call, pos, limit_count, guard)
     finish()
     local known, version = state.quota and state.quota.version or 0, quota_version
     state.call_version = version
@@ -165,7 +184,7 @@ local function cold_set_quota()
     if is_set(version) and operation ~= UNSET_QUOTA and not has_limits then return false, false end
     if version > known then
       change(version, quota_life, quota_in_flight)
-      if is_set(version) then set(call, pos, limit_count) end
+      if is_set(version) then set(call, pos, limit_count, guard) end
     end
     if not state.quota then return true, true end
     if not is_set(state.quota.version) then
@@ -200,20 +219,23 @@ local function cold_set_quota()
 
   -- Reads the record.
   local function read(head, from)
-    local _, version, ends, life, in_flight, limiting = struct.unpack(QUOTA_RECORD, head, from)
-    state.quota = { version = version, ends = ends, life = life, in_flight = in_flight }
+    local _, version, ends, life, in_flight, limiting, booked_until, lost_until = struct.unpack(QUOTA_RECORD, head, from)
+    state.quota = {
+      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until, lost_until = lost_until,
+    }
     state.limiting = limiting
   end
 
   -- Packs the record.
   local function record()
     local quota = state.quota
-    local record = struct.pack(QUOTA_RECORD, QUOTA, quota.version, quota.ends, quota.life, quota.in_flight, state.limiting)
+    local record = struct.pack(QUOTA_RECORD, QUOTA, quota.version, quota.ends, quota.life, quota.in_flight, state.limiting,
+      quota.booked_until, quota.lost_until)
     return record .. string.rep('\0', RECORD_SIZE - #record)
   end
 
   state.cold_set_quota = {
-    take_in = take_in, renew = renew, part = part, read = read, record = record,
+    begin = begin, may_miss = may_miss, take_in = take_in, renew = renew, part = part, read = read, record = record,
   }
   return state.cold_set_quota
 end

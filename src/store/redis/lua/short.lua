@@ -56,7 +56,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
       if asked_kind == BUCKET then
         -- The pace of a part counts permits of its owner, and does not limit them.
         local is_pace = lends and i == limit_count
-        local kind, count, window, capacity, begun, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
+        local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
           refundable_r = struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in microseconds / count. A moment is `full_at` and
         -- `full_r` / count microseconds. The checks below make sure that all products are exact.
@@ -91,12 +91,12 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
           if free < free_after and not is_pace then free_after = free end
           fresh = full_r > 0 and full_at + 1 or full_at
           if fresh > fresh_from then fresh_from = fresh end
-          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, begun, last_stated, 0,
+          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, record_guard, last_stated, 0,
             room, full_at, full_r, base_at, base_r, refundable, refundable_r, NEVER, 0, 0, 0)
         end
         region = region + room * DELAYED_SIZE
       else
-        local kind, count, window, capacity, begun, last_stated, n, room, total, fine_units, coarse_count, first,
+        local kind, count, window, capacity, record_guard, last_stated, n, room, total, fine_units, coarse_count, first,
           floor, cursor_index, _, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
         if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
           or coarse_count > 0 or floor > 0 or cursor_index > 0 or cost > count or n == 0 or stamp < newest then
@@ -154,7 +154,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             oldest, oldest_units = stamp, newest_units
           end
           if free - units < free_after then free_after = free - units end
-          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, begun, last_stated, n, room,
+          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, record_guard, last_stated, n, room,
             total + units, fine_units + units, 0, first % room, 0, 0, 0, oldest, oldest_units, stamp, newest_units)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end

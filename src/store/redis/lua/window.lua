@@ -280,11 +280,11 @@ local function window_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, begun, last_stated, n, room, total, fine_units, coarse_count, first, floor,
+    local kind, count, window, capacity, guard, last_stated, n, room, total, fine_units, coarse_count, first, floor,
       cursor_index, cursor_before, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, s, from)
     local last = first + n - 1
     return {
-      kind = kind, count = count, window = window, capacity = capacity, begun = begun, last_stated = last_stated, n = n,
+      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
       room = room, total = total, fine_units = fine_units, coarse_count = coarse_count, first = first, floor = floor,
       cursor_index = cursor_index, cursor_before = cursor_before, first_read = first, end_read = last + 1, dirty = false,
       dirty_from = 0, dirty_to = 0, base = 0, rule = 0, ours = false,
@@ -302,7 +302,7 @@ local function window_rule()
       oldest, oldest_units = stamp_of(limit, 0), units_of(limit, 0)
       newest, newest_units = stamp_of(limit, last), units_of(limit, last)
     end
-    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.begun, limit.last_stated,
+    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
       limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first % limit.room, limit.floor,
       limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest, newest_units)
   end
