@@ -1,14 +1,42 @@
 //! The same command to several servers, each a little after the one before.
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use super::slots::Address;
+use crate::rng::dice;
+
+/// At most this many servers are sent a command at a time.
+pub(super) const MOST_TRIED: usize = 8;
+
 /// How long one server is waited for before the command is sent to the next server as well. This is
 /// for commands that any server can execute.
 const STAGGER: Duration = Duration::from_millis(50);
+
+/// Returns the servers that are asked for the map, each once, the first to be asked first: those with a connection, half as
+/// many seeds as are asked in all, all other known servers, and the other seeds. Seeds and known servers may all be gone, so
+/// neither crowds out the other.
+pub(super) fn in_turn<'a>(
+    connected: Vec<&'a Address>,
+    seeds: &'a [Address],
+    known: &'a [Address],
+) -> impl Iterator<Item = &'a Address> {
+    let [connected, mut seeds, known] = [connected, seeds.iter().collect(), known.iter().collect()]
+        .map(|mut servers| {
+            servers.sort_by_cached_key(|_| dice());
+            servers
+        });
+    let other_seeds = seeds.split_off(seeds.len().min(MOST_TRIED / 2));
+    let mut asked = HashSet::new();
+    let servers = [connected, seeds, known, other_seeds].into_iter().flatten();
+    servers
+        .filter(move |server| asked.insert(*server))
+        .take(MOST_TRIED)
+}
 
 /// Runs `tries` until one succeeds. The next one begins when one has failed, or has taken longer
 /// than [`STAGGER`]. If all fail, returns the error of the last one. If there are no tries, returns
@@ -37,5 +65,47 @@ where
             None if tries.peek().is_some() => {}
             None => return Err(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn servers(host: &str, count: u16) -> Vec<Address> {
+        let of = |port| Address {
+            host: host.into(),
+            port,
+        };
+        (0..count).map(of).collect()
+    }
+
+    /// All seeds may be gone, and so may all known servers.
+    #[test]
+    fn neither_seeds_nor_known_servers_crowd_out_the_other() {
+        for (connected, seeds, known, expected) in [
+            (0, 20, 20, "sssskkkk"),
+            (0, 20, 2, "sssskkss"),
+            (0, 2, 20, "sskkkkkk"),
+            (2, 20, 20, "ccsssskk"),
+            (20, 20, 20, "cccccccc"),
+            (0, 3, 0, "sss"),
+            (0, 0, 0, ""),
+        ] {
+            let (connected, seeds) = (servers("c", connected), servers("s", seeds));
+            let known = servers("k", known);
+            let asked: Vec<_> = in_turn(connected.iter().collect(), &seeds, &known).collect();
+            let hosts: String = asked.iter().map(|server| &*server.host).collect();
+            assert_eq!(hosts, expected);
+        }
+    }
+
+    #[test]
+    fn each_server_is_asked_once() {
+        let servers = servers("s", 5);
+        let asked = in_turn(servers[..2].iter().collect(), &servers[1..4], &servers);
+        let asked: Vec<_> = asked.collect();
+        assert_eq!(asked.len(), 5);
+        assert_eq!(asked.iter().collect::<HashSet<_>>().len(), 5);
     }
 }

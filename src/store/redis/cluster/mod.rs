@@ -39,14 +39,11 @@ use crate::error::StoreError;
 use crate::events;
 use crate::locks::{read, write};
 use crate::rng::{Backoff, dice, jittered};
-use hedge::first;
+use hedge::{MOST_TRIED, first, in_turn};
 use redirection::{Redirection, redirection};
 pub(super) use seeds::Seeds;
 pub(super) use slots::Address;
 use slots::{SlotMap, slot_of};
-
-/// At most this many servers are sent a request for the map at a time.
-const MOST_TRIED: usize = 8;
 
 /// After a map arrived and while all servers are well, no map is requested for this time; jittered.
 /// While a cluster is resharded, many calls get the reply `MOVED`, and each of these replies
@@ -360,39 +357,23 @@ impl Cluster {
         }
     }
 
-    /// Requests the map from connected servers first, then from the seeds, and then from all other known servers: these may all
-    /// be gone.
+    /// Requests the map from servers that may have it.
     async fn learn(self: &Arc<Self>) -> Result<SlotMap, StoreError> {
-        let mut servers = Vec::new();
-        {
+        let servers: Vec<_> = {
             let table = read(&self.table);
-            for (address, node) in table
-                .nodes
-                .iter()
-                .filter(|(_, node)| node.link.is_up() == Some(true))
-            {
-                servers.push((0, dice(), address.clone(), Some(node.link.clone())));
-            }
-            let is_known =
-                |address: &&Address| servers.iter().all(|(_, _, known, _)| known != *address);
-            let seeds = self.seeds.servers.iter().filter(is_known);
-            let mut seeds: Vec<_> = seeds
-                .map(|address| (1, dice(), address.clone(), None))
-                .collect();
-            seeds.sort_by_key(|(_, dice, ..)| *dice);
-            let others = table.map.servers().iter().filter(is_known);
-            let others = others.map(|address| (2, dice(), address.clone(), None));
-            let others = others.chain(seeds.split_off(seeds.len().min(MOST_TRIED / 2)));
-            servers.extend(seeds.into_iter().chain(others.collect::<Vec<_>>()));
-        }
-        servers.sort_by_key(|(turn, dice, ..)| (*turn, *dice));
-        let asks = servers
-            .into_iter()
-            .take(MOST_TRIED)
-            .map(|(_, _, address, link)| {
-                let cluster = self.clone();
-                async move { cluster.request_map(&address, link).await }
-            });
+            let is_up = |node: &&ServerLink| node.link.is_up() == Some(true);
+            let connected = table.nodes.iter().filter(|(_, node)| is_up(node));
+            let connected = connected.map(|(server, _)| server).collect();
+            let link = |server| Some(table.nodes.get(server).filter(is_up)?.link.clone());
+            let servers = in_turn(connected, &self.seeds.servers, table.map.servers());
+            servers
+                .map(|server| (server.clone(), link(server)))
+                .collect()
+        };
+        let asks = servers.into_iter().map(|(address, link)| {
+            let cluster = self.clone();
+            async move { cluster.request_map(&address, link).await }
+        });
         let learning = first(asks, StoreError::away("no server of the cluster is known"));
         let mut learning = std::pin::pin!(learning);
         match timeout(self.links.store_timeout, &mut learning).await {
