@@ -264,8 +264,8 @@ impl Taken {
 
     /// Returns whether the store may have granted an in-flight slot of the request to another call.
     pub(super) fn has_lost_slot(&self, now: Instant) -> bool {
-        let slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
-        slots.into_iter().any(|slot| slot.is_lost(now))
+        let mut slots = self.all().filter_map(|part| part.in_flight_slot.as_ref());
+        slots.any(|slot| slot.is_lost(now))
     }
 
     /// Returns whether the request leaves as a probe.

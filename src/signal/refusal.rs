@@ -4,7 +4,7 @@
 use http::StatusCode;
 
 use super::generic::lines::Lines;
-use super::observed::Drafts;
+use super::observed::{Drafts, ObservedQuota};
 use super::parse::text::Text;
 use super::prose;
 
@@ -68,7 +68,7 @@ pub(super) fn is_limited(
     match status.as_u16() {
         300..400 => false,
         _ if is_always(status) => true,
-        402 | 403 | 503 => has_evidence || quotas.iter().any(|quota| quota.remaining == Some(0)),
+        402 | 403 | 503 => has_evidence || quotas.iter().any(ObservedQuota::is_used_up),
         400 => has_evidence,
         // Binance
         418 => {

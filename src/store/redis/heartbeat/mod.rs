@@ -142,7 +142,7 @@ impl Claims {
         if now < self.looks_at {
             return;
         }
-        // Those that are due and not sent may be thousands.
+        // While too many claims are pending, thousands of others may be due: each look visits all of them.
         self.looks_at = clock::after(now, LOOKS_FOR_EXPIRED);
         for (_, id) in self.timers.range(..=(now, u64::MAX)) {
             if let Some(holder) = self.holders.get_mut(id) {
