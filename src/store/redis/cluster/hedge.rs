@@ -11,21 +11,20 @@ use super::slots::Address;
 use crate::rng::dice;
 
 /// At most this many servers are sent a command at a time.
-pub(super) const MOST_TRIED: usize = 8;
+const MOST_TRIED: usize = 8;
 
 /// How long one server is waited for before the command is sent to the next server as well. This is
 /// for commands that any server can execute.
 const STAGGER: Duration = Duration::from_millis(50);
 
-/// Returns the servers that are asked for the map, each once, the first to be asked first: those with a connection, half as
-/// many seeds as are asked in all, all other known servers, and the other seeds. Seeds and known servers may all be gone, so
-/// neither crowds out the other.
+/// Returns the servers that are sent a command, each once, in their order: those with a connection, seeds as half of all, the
+/// other known servers, and the other seeds. Seeds and known servers may all be gone, so neither crowds out the other.
 pub(super) fn in_turn<'a>(
     connected: Vec<&'a Address>,
     seeds: &'a [Address],
-    known: &'a [Address],
+    known: impl IntoIterator<Item = &'a Address>,
 ) -> impl Iterator<Item = &'a Address> {
-    let [connected, mut seeds, known] = [connected, seeds.iter().collect(), known.iter().collect()]
+    let [connected, mut seeds, known] = [connected, seeds.iter().collect(), Vec::from_iter(known)]
         .map(|mut servers| {
             servers.sort_by_cached_key(|_| dice());
             servers

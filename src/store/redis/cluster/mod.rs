@@ -38,8 +38,8 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::locks::{read, write};
-use crate::rng::{Backoff, dice, jittered};
-use hedge::{MOST_TRIED, first, in_turn};
+use crate::rng::{Backoff, jittered};
+use hedge::{first, in_turn};
 use redirection::{Redirection, redirection};
 pub(super) use seeds::Seeds;
 pub(super) use slots::Address;
@@ -239,7 +239,9 @@ impl Cluster {
         }
         drop(table);
         let mut table = write(&self.table);
-        if table.nodes.len() >= table.map.primaries().len() + MOST_OTHERS {
+        let nodes = table.nodes.len();
+        // To find the primaries takes long.
+        if nodes >= MOST_OTHERS && nodes >= table.map.primaries().len() + MOST_OTHERS {
             table.drop_others();
         }
         let node = table.nodes.entry(server.clone()).or_insert_with(|| {
@@ -269,25 +271,23 @@ impl Cluster {
         deadline: Instant,
     ) -> Result<(Address, Arc<Link>), RedisFailure> {
         self.known(deadline).await?;
-        let (mut servers, mut failure) =
-            (Vec::new(), RedisFailure::silent(self.links.store_timeout));
-        {
+        let mut failure = RedisFailure::silent(self.links.store_timeout);
+        let servers: Vec<_> = {
             let table = read(&self.table);
+            let (mut connected, mut others) = (Vec::new(), Vec::new());
             for server in table.map.primaries() {
                 let link = table.nodes.get(server).map(|node| &node.link);
                 match link.and_then(|link| link.down()) {
                     Some(error) => failure = RedisFailure::down(error),
-                    None => servers.push((
-                        link.is_none_or(|link| link.is_up() != Some(true)),
-                        dice(),
-                        server.clone(),
-                    )),
+                    None if link.is_some_and(|link| link.is_up() == Some(true)) => {
+                        connected.push(server);
+                    }
+                    None => others.push(server),
                 }
             }
-        }
-        // Servers with a connection come first.
-        servers.sort_by_key(|(without, dice, _)| (*without, *dice));
-        let asks = servers.into_iter().take(MOST_TRIED).map(|(_, _, server)| {
+            in_turn(connected, &[], others).cloned().collect()
+        };
+        let asks = servers.into_iter().map(|server| {
             let cluster = self.clone();
             async move {
                 cluster
