@@ -258,13 +258,20 @@ impl Client {
         self.spawn(CallKind::Permits, async move {
             let to_all = Argument::Channel(TO_ALL.into());
             let call = [Argument::Is(call), to_all, Argument::Is(token)];
-            let script = client.script(CallKind::Permits);
-            let backend = &client.backend;
-            let deadline = backend.deadline();
-            let reply = script.run(backend, &[name], &call, deadline).await?;
-            backend.tally().in_time();
-            Ok(reply)
+            client.run_once(&[name], &call).await
         })
+    }
+
+    /// Runs the script about permits once. The `call` assumes no moment at which it is decided.
+    pub(super) async fn run_once(
+        &self,
+        keys: &[String],
+        call: &[Argument],
+    ) -> Result<Vec<u8>, StoreError> {
+        let (script, backend) = (self.script(CallKind::Permits), &self.backend);
+        let reply = script.run(backend, keys, call, backend.deadline()).await?;
+        backend.tally().in_time();
+        Ok(reply)
     }
 
     /// Completes when Redis replies to a `PING`.

@@ -10,7 +10,6 @@ use tokio::task::{JoinError, JoinSet};
 use super::client::Client;
 use super::codec::{self, MOST_RETURNS};
 use super::script::Argument;
-use super::stats::CallKind;
 use crate::error::StoreError;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::rng::dice;
@@ -82,12 +81,7 @@ impl ReturnedPermits {
                 // Packed in the task, because callers may wait for the lock.
                 let sending = async move {
                     let call = [Argument::Is(codec::give_back(&spec, &unused, dice()))];
-                    let script = client.script(CallKind::Permits);
-                    let deadline = client.backend.deadline();
-                    script
-                        .run(&client.backend, &keys, &call, deadline)
-                        .await
-                        .map(drop)
+                    client.run_once(&keys, &call).await.map(drop)
                 };
                 self.sent.spawn_on(sending, runtime);
             }

@@ -88,6 +88,7 @@ impl Claims {
     /// Takes in a claim of a limiter. Sends it if the last claim of the holder has its reply, and once not too
     /// many others are pending: thousands of keys may have their first calls at once.
     pub(super) fn claim(&mut self, name: String, claim: Claim, listener: Arc<dyn StoreListener>) {
+        self.wake(clock::now());
         let id = claim.holder;
         let name: Arc<str> = name.into();
         let former = &mut self.former;
@@ -157,14 +158,12 @@ impl Claims {
         if slept.is_zero() {
             return;
         }
-        for (id, holder) in &mut self.holders {
+        for holder in self.holders.values_mut() {
             holder.wake(slept, now);
-            // Its claim may expire before its timer fires.
-            if let Some(timer) = holder.timer.replace(now) {
-                self.timers.remove(&(timer, *id));
-            }
-            self.timers.insert((now, *id));
         }
+        // Claims may expire before their timers fire.
+        let all: Vec<_> = self.holders.keys().copied().collect();
+        all.into_iter().for_each(|id| self.set_timer(id, now));
     }
 
     /// Waits for the next reply to a claim. The future may be dropped at any time.
@@ -199,7 +198,6 @@ impl Claims {
     /// Sends the claim of a holder.
     fn send(&mut self, id: u64) {
         let now = clock::now();
-        self.wake(now);
         let Some(holder) = self.holders.get_mut(&id) else {
             return;
         };
