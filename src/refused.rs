@@ -19,27 +19,28 @@ pub(crate) struct RefusedRequest {
     /// The name of its key.
     pub(crate) label: Label,
     pub(crate) limit: LimitName,
-    /// When it entered.
-    pub(crate) since: Instant,
+    /// How long it has waited.
+    pub(crate) waited: Duration,
     /// How often it waited for a slot: see [`LimitedInfo::turns`].
     pub(crate) turns: u32,
 }
 
 impl RefusedRequest {
     /// A request of a throttle, which has no limit.
-    pub(crate) fn of_pace(label: Label, since: Instant, turns: u32) -> Self {
+    pub(crate) fn of_pace(label: Label, waited: Duration, turns: u32) -> Self {
         RefusedRequest {
+            waited,
             turns,
-            ..RefusedRequest::new(label, LimitName::default(), since)
+            ..RefusedRequest::new(label, LimitName::default())
         }
     }
 
     /// A request that has not waited.
-    pub(crate) fn new(label: Label, limit: LimitName, now: Instant) -> Self {
+    pub(crate) fn new(label: Label, limit: LimitName) -> Self {
         RefusedRequest {
             label,
             limit,
-            since: now,
+            waited: Duration::ZERO,
             turns: 0,
         }
     }
@@ -81,7 +82,7 @@ impl RefusedRequest {
             limit: refusal.limit,
             retry_after: refusal.wait,
             at: clock::wall(now),
-            waited: now.saturating_duration_since(self.since),
+            waited: self.waited,
             turns: self.turns,
         })
     }

@@ -502,7 +502,7 @@ fn enter_joint(parts: &[NewPart]) -> Admission<Taken, Box<Wait>> {
 fn refuse(first: &NewPart, reason: Reason) -> Limited {
     let NewPart { core, entry, .. } = first;
     let now = clock::now();
-    let refused = RefusedRequest::of_key(core, entry.key, now);
+    let refused = RefusedRequest::of_key(core, entry.key);
     let limited = refused.refuse(reason, Refusal::NEVER, now);
     core.refused(entry.key, &limited);
     limited

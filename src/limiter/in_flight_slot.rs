@@ -94,7 +94,7 @@ impl InFlightSlot {
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost_slot(cx).map(|TakenSlot { core, key, .. }| {
             let now = clock::now();
-            let call = RefusedRequest::of_key(core, *key, now);
+            let call = RefusedRequest::of_key(core, *key);
             let limited = call.fail(StoreError::InFlightSlotLost, now);
             events::limited(&core.settings.tally, &limited);
             limited

@@ -50,8 +50,8 @@ impl Why {
 
 impl RefusedRequest {
     /// A request of `key` that has not waited.
-    pub(super) fn of_key(core: &Core, key: Key, now: Instant) -> Self {
-        RefusedRequest::new(core.label(key, None), core.limit_name(key), now)
+    pub(super) fn of_key(core: &Core, key: Key) -> Self {
+        RefusedRequest::new(core.label(key, None), core.limit_name(key))
     }
 
     /// Builds the error of a request that ends without a permit.

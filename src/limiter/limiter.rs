@@ -668,7 +668,7 @@ impl Limiter {
             unit: self.0.first.unit(),
             class: None,
         };
-        let request = RefusedRequest::new("none".into(), limit, now);
+        let request = RefusedRequest::new("none".into(), limit);
         let limited = request.refuse(reason, Refusal::NEVER, now);
         first.0.first.refused_without_key(&limited);
         limited

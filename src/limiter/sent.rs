@@ -431,7 +431,7 @@ impl Sent {
                 unit: None,
                 ..limit
             },
-            since: now.checked_sub(wait.waited).unwrap_or(now),
+            waited: wait.waited,
             turns: wait.turns,
         };
         request.refused_upstream(status, retry_after, now)

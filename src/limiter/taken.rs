@@ -288,9 +288,9 @@ impl Taken {
         let now = clock::now();
         let OfKey { core, key, .. } = &self.first;
         let request = RefusedRequest {
-            since: now.checked_sub(self.waited()).unwrap_or(now),
+            waited: self.waited(),
             turns: self.wait().map_or(0, |wait| wait.turns),
-            ..RefusedRequest::of_key(core, *key, now)
+            ..RefusedRequest::of_key(core, *key)
         };
         let limited = request.refuse(Reason::Expired, Refusal::NEVER, now);
         events::limited(&core.settings.tally, &limited);

@@ -63,7 +63,7 @@ pub(super) fn error_of(
     let request = RefusedRequest {
         label: label_of(parts, part, label),
         limit: parts[part].limit_name(),
-        since,
+        waited: now.saturating_duration_since(since),
         turns,
     };
     request.end(why, now)

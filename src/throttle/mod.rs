@@ -418,20 +418,20 @@ impl Throttle {
             return self.refuse(key, Reason::Deadline, label(), Refusal::NEVER, now);
         }
         let arrival = self.core.open(key, now, |waiters, wakers| {
-            waiters.arrived(kind, bound.latest, max_queue, now, wakers)
+            let arrival = waiters.arrived(kind, bound.latest, max_queue, now, wakers);
+            if let Arrival::Leaves(_) = arrival {
+                waiters.counts.pass(1);
+            }
+            (arrival, waiters.queue.waiting())
         });
         let request = || PacedRequest::new(self.core.clone(), entry, bound);
         let (reason, refusal) = match arrival {
-            Ok(Arrival::Leaves(flight)) => {
-                self.core.find(key, |waiters| waiters.counts.pass(1));
-                return Admission::Go(request().leaves(flight));
-            }
-            Ok(Arrival::Waits(number)) => {
-                let queued = self.waiting(key);
+            Ok((Arrival::Leaves(flight), _)) => return Admission::Go(request().leaves(flight)),
+            Ok((Arrival::Waits(number), queued)) => {
                 return Admission::Wait(request().waits(number, label(), queued, now));
             }
-            Ok(Arrival::TooLate(late)) => late.refused(bound, now),
-            Ok(Arrival::Full) => (Reason::QueueFull(max_queue), Refusal::NEVER),
+            Ok((Arrival::TooLate(late), _)) => late.refused(bound, now),
+            Ok((Arrival::Full, _)) => (Reason::QueueFull(max_queue), Refusal::NEVER),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), Refusal::NEVER),
         };
         self.refuse(key, reason, label(), refusal, now)
@@ -446,7 +446,8 @@ impl Throttle {
         refusal: Refusal,
         now: Instant,
     ) -> Admission<ThrottlePermit, Box<PaceWait>> {
-        let limited = RefusedRequest::of_pace(label, now, 0).refuse(reason, refusal, now);
+        let limited =
+            RefusedRequest::of_pace(label, Duration::ZERO, 0).refuse(reason, refusal, now);
         self.core.refused(key, &limited);
         Admission::No(limited)
     }
@@ -454,7 +455,7 @@ impl Throttle {
     /// Returns the error of a request without a key.
     pub(crate) fn no_key(&self) -> Limited {
         let now = clock::now();
-        let request = RefusedRequest::of_pace("none".into(), now, 0);
+        let request = RefusedRequest::of_pace("none".into(), Duration::ZERO, 0);
         let limited = request.refuse(Reason::NoKey, Refusal::NEVER, now);
         self.core.refused_without_key(&limited);
         limited

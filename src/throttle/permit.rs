@@ -194,11 +194,12 @@ impl PacedRequest {
             .get_or_insert_with(|| TurnWaited::at_once(core.label(entry.key, None), at))
     }
 
-    /// Ends the request, which waits no longer and was not sent. It arrived `at` this moment, if it did not wait. Returns its
-    /// error: that of the upstream, if it has refused an attempt before.
-    fn refuse(&mut self, reason: Reason, refusal: Refusal, at: Instant, now: Instant) -> Limited {
-        let waited = self.waited_or_left(at);
-        let request = RefusedRequest::of_pace(waited.label.clone(), waited.start, waited.turns);
+    /// Ends the request, which waits no longer and was not sent. Returns its error: that of the upstream, if it has refused an
+    /// attempt before.
+    fn refuse(&mut self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
+        let waited = self.waited_or_left(now);
+        let span = now.saturating_duration_since(waited.start);
+        let request = RefusedRequest::of_pace(waited.label.clone(), span, waited.turns);
         let (refused, mut open) = (waited.refused, waited.open.take());
         let limited = match (refused, &mut open) {
             (Some(status), _) => {
@@ -336,8 +337,7 @@ impl ThrottlePermit {
         let back = match ended {
             Ended::IsBack(number) => Ok(Some(self.request.take().waits_again(number))),
             Ended::Done | Ended::KindHeld(_) => {
-                let since = now.checked_sub(waited.span).unwrap_or(now);
-                let request = RefusedRequest::of_pace(label.clone(), since, waited.turns);
+                let request = RefusedRequest::of_pace(label.clone(), waited.span, waited.turns);
                 Err(request.refused_upstream(status, signal.retry_after(), now))
             }
         };
@@ -351,15 +351,16 @@ impl ThrottlePermit {
         back
     }
 
-    /// Lets the request leave some time after its turn, and counts it. During a hold it gives up its turn and returns to
+    /// Lets a request that has waited leave some time after its turn, and counts it. During a hold it gives up its turn and returns to
     /// its old place. It is refused if its deadline or that of a drain has passed.
     pub(crate) fn leave(mut self) -> Admission<Self, Box<PaceWait>> {
         let now = clock::now();
         let core = self.request.core.clone();
-        let has_passed = |by: Option<Instant>| by.is_some_and(|by| by < now);
-        let reason = if has_passed(self.request.entry.deadline) {
+        let PacedRequest { entry, waited, .. } = &self.request;
+        let open = waited.as_ref().and_then(|waited| waited.open.as_ref());
+        let reason = if entry.deadline.is_some_and(|deadline| deadline < now) {
             Some(Reason::Deadline)
-        } else if has_passed(core.tally().drained_by()) {
+        } else if open.is_some_and(|open| open.request.is_drained()) {
             Some(Reason::Draining)
         } else {
             None
@@ -374,20 +375,13 @@ impl ThrottlePermit {
         };
         core.tally().give_back(1);
         let (number, latest) = (flight.number, self.request.bound.latest);
-        let arrived = flight.sent();
         self.ends(|waiters, wakers| match reason {
             Some(_) => waiters.unsent(flight, now, wakers),
             None => waiters.wait_again(flight, latest, now, wakers),
         });
         match reason {
-            Some(reason) => {
-                let refusal = Refusal::NEVER;
-                Admission::No(self.request.refuse(reason, refusal, arrived, now))
-            }
-            None => {
-                self.request.waited_or_left(arrived);
-                Admission::Wait(self.request.take().waits_again(number))
-            }
+            Some(reason) => Admission::No(self.request.refuse(reason, Refusal::NEVER, now)),
+            None => Admission::Wait(self.request.take().waits_again(number)),
         }
     }
 
@@ -468,7 +462,11 @@ impl Future for PaceWait {
         } else {
             let PacedRequest { core, entry, .. } = &self.request;
             let polled = core.at(entry.key, |waiters, wakers| {
-                waiters.poll(number, now, cx, wakers)
+                let polled = waiters.poll(number, now, cx, wakers);
+                if let Poll::Ready(Ok(_)) = &polled {
+                    waiters.counts.add_units(1);
+                }
+                polled
             });
             ready!(polled.expect("a key with a waiter stays in use"))
         };
@@ -480,12 +478,11 @@ impl Future for PaceWait {
                 let waited = permit.request.waited_or_left(now);
                 waited.span = now.saturating_duration_since(waited.start);
                 events::waited(&waited.label, waited.span, waited.turns);
-                permit.request.core.add_units(permit.key(), 1);
                 Ok(permit)
             }
             Err(late) => {
                 let (reason, refusal) = late.refused(request.bound, now);
-                Err(request.refuse(reason, refusal, now, now))
+                Err(request.refuse(reason, refusal, now))
             }
         })
     }
