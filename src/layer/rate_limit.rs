@@ -242,6 +242,7 @@ impl RateLimitLayer {
                 limiter,
                 extractors,
             } = limit;
+            note_class(limiter, extractors, request);
             let own = extractors.read(request, &mut host, Some(without_routes));
             let mut own = match (own, name) {
                 (Some(own), _) => own,
@@ -311,10 +312,7 @@ impl RateLimitLayer {
     // Not inlined, so that a plain request has all its values in registers.
     #[inline(never)]
     fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
-        if self.limiter.is_divided() && self.extractors.class.is_none() {
-            self.limiter
-                .note_class(class_in_extensions(request).is_some());
-        }
+        note_class(&self.limiter, &self.extractors, request);
         let mut host = HostKey::of(request);
         let Some(mut reading) = self.extractors.read(request, &mut host, None) else {
             return Err(None);
@@ -438,6 +436,14 @@ impl RateLimitLayer {
     #[cold]
     fn label(&self, key: Key, request: &impl RequestInfo) -> Label {
         self.limiter.label(key, Some(&RequestRef::new(request)))
+    }
+}
+
+/// Notes whether `request` has a class, if a limit is divided and has no class function.
+#[inline]
+fn note_class(limiter: &Limiter, extractors: &Extractors, request: &impl RequestInfo) {
+    if limiter.is_divided() && extractors.class.is_none() {
+        limiter.note_class(class_in_extensions(request).is_some());
     }
 }
 

@@ -231,6 +231,16 @@ async fn a_layer_whose_requests_have_no_class_says_so() {
     assert!(log[0].starts_with("classes have shares, but no request has a class"));
 }
 
+/// A divided limit need not be the first of its layer.
+#[tokio::test(start_paused = true)]
+async fn each_limit_whose_requests_have_no_class_says_so() {
+    let (log, handler) = events();
+    let plain = RateLimitLayer::builder(Quota::per_second(10_000));
+    let layer = plain.build().unwrap().and(shares(handler).build().unwrap());
+    send(&layer, 300, |_| None).await;
+    assert_eq!(log.lock().unwrap().len(), 1);
+}
+
 /// A class function may return no class, and some requests of a layer without one have a class.
 #[tokio::test(start_paused = true)]
 async fn requests_without_a_class_are_legitimate() {
