@@ -19,12 +19,12 @@ pub(super) struct Stops {
     /// The most keys. Holds of other keys are heard, too, and it is not known which they are.
     most: usize,
     stops: Mutex<StopsByKey>,
-    /// When the stops that are over were last removed.
-    cleaned: Mutex<Option<Instant>>,
 }
 
 struct StopsByKey {
     stops: BTreeMap<Key, Stop>,
+    /// When the stops that are over were last removed.
+    cleaned: Option<Instant>,
     /// When it was last looked whether the machine has slept.
     sleep: SleepMark,
 }
@@ -62,22 +62,22 @@ impl Stops {
             most,
             stops: Mutex::new(StopsByKey {
                 stops: BTreeMap::new(),
+                cleaned: None,
                 sleep: SleepMark::new(),
             }),
-            cleaned: Mutex::default(),
         }
     }
 
     /// Runs `act` on the stops. If the machine has slept, they end earlier, as the holds that they began do.
-    fn with<R>(&self, act: impl FnOnce(&mut BTreeMap<Key, Stop>) -> R) -> R {
-        let StopsByKey { stops, sleep } = &mut *lock(&self.stops);
-        let slept = sleep.look_now();
+    fn with<R>(&self, act: impl FnOnce(&mut StopsByKey) -> R) -> R {
+        let mut by_key = lock(&self.stops);
+        let slept = by_key.sleep.look_now();
         if !slept.is_zero() {
-            for stop in stops.values_mut() {
+            for stop in by_key.stops.values_mut() {
                 stop.until = stop.until.checked_sub(slept).unwrap_or(stop.until);
             }
         }
-        act(stops)
+        act(&mut by_key)
     }
 
     /// Returns the length of the stop with this number.
@@ -96,15 +96,15 @@ impl Stops {
 
     /// Returns for how long `key` is stopped.
     pub(super) fn left(&self, key: Key, now: Instant) -> Option<Duration> {
-        let until = self.with(|stops| stops.get(&key).map(|stop| stop.until))?;
+        let until = self.with(|by_key| by_key.stops.get(&key).map(|stop| stop.until))?;
         (until > now).then(|| until - now)
     }
 
     /// Begins a stop, because there were too many bad answers. The last one answers a request that was
     /// sent at `sent`. Returns `None` if that was before the end of the last stop.
     pub(super) fn trip(&self, key: Key, sent: Instant, now: Instant) -> Option<NewStop> {
-        self.with(|stops| {
-            let last = stops.get(&key);
+        self.with(|by_key| {
+            let last = by_key.stops.get(&key);
             if last.is_some_and(|last| sent < last.until || now < last.until) {
                 return None;
             }
@@ -112,7 +112,7 @@ impl Stops {
             let number = last.map_or(1, |last| last.number.saturating_add(1));
             let span = self.span(number);
             self.insert(
-                stops,
+                by_key,
                 key,
                 Stop {
                     until: clock::after(now, span),
@@ -128,9 +128,9 @@ impl Stops {
     /// Takes in that another process has stopped `key` for `span`. Returns whether that is a
     /// new stop.
     pub(super) fn heard(&self, key: Key, span: Duration, now: Instant) -> bool {
-        self.with(|stops| {
+        self.with(|by_key| {
             let until = clock::after(now, span);
-            let last = stops.get(&key);
+            let last = by_key.stops.get(&key);
             if last.is_some_and(|last| until <= clock::after(last.until, SAME_STOP)) {
                 return false;
             }
@@ -143,15 +143,15 @@ impl Stops {
                 number,
                 is_own,
             };
-            self.insert(stops, key, stop, now);
+            self.insert(by_key, key, stop, now);
             true
         })
     }
 
     /// Ends the stop of `key`. Returns when it would have ended, if it is not over.
     pub(super) fn release(&self, key: Key, now: Instant) -> Option<Instant> {
-        self.with(|stops| {
-            let stop = stops.get_mut(&key)?;
+        self.with(|by_key| {
+            let stop = by_key.stops.get_mut(&key)?;
             let until = stop.until;
             if until <= now {
                 return None;
@@ -163,19 +163,12 @@ impl Stops {
         })
     }
 
-    fn is_cleaning_due(&self, now: Instant) -> bool {
-        let mut cleaned = lock(&self.cleaned);
-        let is_due = cleaned.is_none_or(|at| clock::after(at, CLEANING) <= now);
-        if is_due {
-            *cleaned = Some(now);
-        }
-        is_due
-    }
-
-    fn insert(&self, stops: &mut BTreeMap<Key, Stop>, key: Key, stop: Stop, now: Instant) {
+    fn insert(&self, by_key: &mut StopsByKey, key: Key, stop: Stop, now: Instant) {
+        let StopsByKey { stops, cleaned, .. } = by_key;
         let is_full =
             |stops: &BTreeMap<Key, Stop>| stops.len() >= self.most && !stops.contains_key(&key);
-        if is_full(stops) && self.is_cleaning_due(now) {
+        if is_full(stops) && cleaned.is_none_or(|at| clock::after(at, CLEANING) <= now) {
+            *cleaned = Some(now);
             // An own stop that is over says how long the next one is.
             let counts_until = |stop: &Stop| match stop.is_own {
                 true => clock::after(stop.until, self.longest),
@@ -318,8 +311,8 @@ mod tests {
         for number in 0..10 {
             stops.heard(Key::new(format!("{number}")), secs(5), now);
         }
-        assert_eq!(stops.with(|stops| stops.len()), 3);
+        assert_eq!(stops.with(|by_key| by_key.stops.len()), 3);
         stops.heard(Key::new("later"), secs(5), now + secs(6));
-        assert_eq!(stops.with(|stops| stops.len()), 1);
+        assert_eq!(stops.with(|by_key| by_key.stops.len()), 1);
     }
 }
