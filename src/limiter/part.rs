@@ -1,7 +1,7 @@
 //! The keys of a request.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -133,13 +133,6 @@ impl Part {
             [only] => Some(*only),
             _ => None,
         }
-    }
-
-    /// Returns how long a hold of the key, or of the host, lasts.
-    pub(super) fn held(&self, now: Instant) -> Option<Duration> {
-        let of_key = self.core.held(self.key, now);
-        let of_host = self.host_hold().and_then(|host| self.core.held(host, now));
-        of_key.max(of_host)
     }
 
     /// Returns whether other processes may share its store.

@@ -276,7 +276,7 @@ impl Taken {
     }
 
     /// Returns whether the slots of the request are valid.
-    pub(crate) fn is_valid(&self) -> bool {
+    pub(super) fn is_valid(&self) -> bool {
         self.deadline().is_none_or(|until| clock::now() < until)
     }
 

@@ -101,12 +101,15 @@ impl Wait {
     /// If the deadline of a request without a slot has passed. Then the wait has ended.
     pub(crate) fn leave(&mut self, taken: Taken) -> Result<Option<Taken>, Limited> {
         let now = clock::now();
-        let has_slot = taken.deadline().is_some();
-        if !has_slot && self.deadline.is_some_and(|deadline| deadline < now) {
+        let until = taken.deadline();
+        if until.is_none() && self.deadline.is_some_and(|deadline| deadline < now) {
             return Err(self.refuse(Reason::Deadline));
         }
-        let is_stopped = !has_slot && !taken.is_probe() && self.request.is_held(now);
-        if taken.is_valid() && !taken.has_lost_slot(now) && !is_stopped && !self.open.is_drained() {
+        let is_stopped = match until {
+            Some(until) => until <= now,
+            None => !taken.is_probe() && self.request.held(now).is_some(),
+        };
+        if !is_stopped && !taken.has_lost_slot(now) && !self.open.is_drained() {
             self.open.left(taken.outcome());
             self.span.end();
             return Ok(Some(taken));

@@ -63,10 +63,11 @@ impl Request {
         holds.max_by_key(|held| held.end)
     }
 
-    /// Returns whether one of its keys is on hold.
-    pub(in crate::limiter) fn is_held(&self, now: Instant) -> bool {
-        let mut keys = self.all_hold_keys(false);
-        keys.any(|(_, part, key)| part.core.held(key, now).is_some())
+    /// Returns how long the request has to wait for the end of a hold.
+    pub(in crate::limiter) fn held(&self, now: Instant) -> Option<Duration> {
+        let keys = self.all_hold_keys(false);
+        keys.filter_map(|(_, part, key)| part.core.held(key, now))
+            .max()
     }
 
     /// Watches the holds of its keys. Returns the one that ends last.

@@ -12,8 +12,8 @@
 //!
 //! So a request keeps nothing of one limit for as long as another one lets it wait, if requests with other keys could use
 //! it. Tried before: in-flight slots first, for several keys, too. Then 20 requests that waited for the rate of one
-//! channel kept the 20 in-flight slots of all channels. And slots that go back before the store has answered: of a bucket, the
-//! next ones are behind all that others have booked, so over Redis twelve requests of 4/s took turns to give them back, and
+//! channel kept the 20 in-flight slots of all channels. And slots that go back before the store has answered: the next slots
+//! of a bucket are behind all that others have booked. Over Redis, twelve requests of 4/s took turns to give them back, and
 //! one left in 15 s.
 //!
 //! | file | what it has |
@@ -274,12 +274,6 @@ impl Request {
             WaitStage::InFlight { .. } => self.lacks().map_or(1, waiting_in_flight),
             WaitStage::Slots => self.line.waiting(),
         }
-    }
-
-    /// Returns how long the request has to wait for the end of a hold.
-    pub(super) fn held(&self, now: Instant) -> Option<Duration> {
-        let holds = self.parts().iter().filter_map(|part| part.held(now));
-        holds.max()
     }
 
     /// Returns what the request waits for now. If that is a hold, also how long it lasts.
