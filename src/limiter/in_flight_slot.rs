@@ -65,11 +65,10 @@ impl InFlightSlot {
     }
 
     /// Returns whether the store may have granted the slot to another call. Always `false` with
-    /// [`OnStoreError::FailOpen`].
+    /// [`OnStoreError::FailOpen`]. The slots of a call are [joined](Self::and) when it leaves: before, each is asked.
     pub(super) fn is_lost(&self, now: Instant) -> bool {
         let is_lost = |calls: &mut KeyCalls, slot| calls.is_lost(slot, now);
         self.0.guarded(is_lost).unwrap_or(false)
-            || self.0.others.iter().any(|other| other.is_lost(now))
     }
 
     /// Ready when the store may have granted the slot to another call: then this call has to end.

@@ -70,8 +70,8 @@ pub(super) fn in_flight_of(parts: &[PartRef<'_>]) -> SmallVec<[InFlightPart; 1]>
 impl Request {
     /// Returns the first part whose in-flight slot the request lacks.
     pub(super) fn lacks(&self) -> Option<&Part> {
-        let of_part = self.in_flight.iter().find(|of_part| of_part.is_missing());
-        of_part.map(|of_part| &self.parts()[of_part.part])
+        self.missing()
+            .map(|index| &self.parts()[self.in_flight[index].part])
     }
 
     /// Refuses the request if too many wait for one of its in-flight slots.
@@ -98,24 +98,27 @@ impl Request {
     ) -> Poll<Result<Option<Slots>, Stopped>> {
         let LinePlace { number, bound, .. } = self.place;
         let latest = bound.patient_until;
+        let can_wait = now < latest;
         while let Some(index) = self.missing() {
             let part = self.in_flight[index].part;
             let Part { core, key, .. } = &self.parts()[part];
-            let expire = slots.as_ref().and_then(|slots| slots.until);
-            let impatient = latest <= now || slots.is_some();
+            // While it keeps its slots, it waits for the answer of a store alone.
+            let asks_once = can_wait && slots.is_some();
+            let impatient = !can_wait || asks_once;
             // The room was looked at before, and other threads may have taken it. A request that has waited keeps its
-            // place, and one that asks once takes none.
-            let takes_room = !self.waited_before && (latest <= now || slots.is_none());
+            // place. If it asks once, it needs no room.
+            let takes_room = !self.waited_before && !asks_once;
             let max_queue = takes_room.then_some(core.settings.max_queue);
             let entered = in_flight_slot::enter(core, *key, number, impatient, max_queue, now);
             let ended = entered.unwrap_or_else(|Full| Some(Err(NoSlot::Failed(core.full()))));
             let Some(ended) = ended else {
-                // While it keeps its slots, it waits for the answer of a store alone.
-                let once = expire.filter(|_| latest > now);
-                self.waited_before |= once.is_none();
-                let once = once.map(|expire| expire.min(latest));
+                self.waited_before |= !asks_once;
+                let expire = slots.as_ref().and_then(|slots| slots.until);
                 self.stage = WaitStage::InFlight {
-                    until: once.unwrap_or_else(|| answer_by(latest, now)),
+                    until: match expire.filter(|_| asks_once) {
+                        Some(expire) => expire.min(latest),
+                        None => answer_by(latest, now),
+                    },
                     slots: slots.map(Box::new),
                 };
                 return Poll::Pending;
