@@ -304,7 +304,7 @@ fn published(server: &RedisServer) -> u64 {
         .unwrap_or(0)
 }
 
-/// After so long, all requests have left, also on a busy machine. Then the first is refused.
+/// All requests have left by then, also on a busy machine. Then the first is refused.
 const ALL_HAVE_LEFT: Duration = Duration::from_millis(2500);
 
 type Refusal = Pin<Box<dyn Future<Output = Result<http::Response<()>, Infallible>> + Send>>;

@@ -118,7 +118,7 @@ impl Drop for Droppable {
     }
 }
 
-/// How many events the listeners are told at once. With one, more may arrive at a busy thread than it passes on.
+/// The most events that are passed to the listeners at once. One by one, a busy thread passes on fewer than arrive.
 const TOLD_AT_ONCE: usize = 64;
 
 /// Tells the listeners what arrives, one event after the other.

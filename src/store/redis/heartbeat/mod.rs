@@ -38,7 +38,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// its reply too late.
 const MOST_PENDING: usize = 100;
 
-/// How often expired claims are looked for while so many are pending: Redis may hang.
+/// How often expired claims are looked for while the most are pending, as Redis may hang.
 const LOOKS_FOR_EXPIRED: Duration = Duration::from_millis(50);
 
 /// The claims of all holders of this process, with their timers.
