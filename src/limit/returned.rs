@@ -45,10 +45,10 @@ impl ReturnedSlots {
         }
     }
 
-    /// Returns the index of the first of `slots`, not before `from`, that has `units` and at least
-    /// half of `life`.
+    /// Returns the index of the first slot, not before `from`, that has `units` and at least half of
+    /// `life`.
     fn position(
-        slots: &[UnusedPermits],
+        &self,
         from: Micros,
         units: u64,
         life: Micros,
@@ -61,7 +61,7 @@ impl ReturnedSlots {
         let fits = |unused: &UnusedPermits| {
             unused.slot >= from && unused.units >= units && long_enough(unused)
         };
-        slots.iter().position(fits)
+        self.slots.iter().position(fits)
     }
 
     /// Returns the first slot, not before `from`, that has `units` and at least half of `life`.
@@ -72,8 +72,8 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Micros> {
-        ReturnedSlots::position(&self.slots, from, units, life, transit_slack)
-            .map(|index| self.slots[index].slot)
+        let index = self.position(from, units, life, transit_slack)?;
+        Some(self.slots[index].slot)
     }
 
     /// Takes up to `count` permits of `cost` units from the first slot that has them, if it lies
@@ -86,9 +86,8 @@ impl ReturnedSlots {
         life: Micros,
         transit_slack: Micros,
     ) -> Option<Booking> {
-        let slots = &mut self.slots;
-        let index = ReturnedSlots::position(slots, *span.start(), cost, life, transit_slack)?;
-        let unused = &mut slots[index];
+        let index = self.position(*span.start(), cost, life, transit_slack)?;
+        let unused = &mut self.slots[index];
         if unused.slot > *span.end() {
             return None;
         }
@@ -103,7 +102,7 @@ impl ReturnedSlots {
             count: taken,
         };
         if unused.units == 0 {
-            slots.remove(index);
+            self.slots.remove(index);
         }
         Some(grant)
     }
