@@ -255,8 +255,7 @@ impl BucketState {
         let empty = self
             .full_at
             .max(self.scaled(now) + self.capacity * self.window);
-        let most = u64::try_from(self.capacity).unwrap_or(u64::MAX);
-        self.insert(now, stamp, units.min(most), false);
+        self.insert(now, stamp, units, false);
         if self.full_at > empty {
             (self.full_at, self.base, self.refundable) = (empty, empty, u128::MAX);
         }

@@ -224,12 +224,11 @@ impl Fixed {
         self.window.saturating_mul(MOST_JOINED_WINDOWS)
     }
 
-    /// Counts units that were used without a permit. If they are more than the limit, as many as
-    /// the limit count. Units that were used in an earlier window than the current one do not
-    /// count.
+    /// Counts units that were used without a permit. Units that were used in an earlier window than
+    /// the current one do not count.
     pub(super) fn charge(&mut self, now: Micros, used_at: Micros, units: u64) {
         if self.number(used_at) >= self.number(now) {
-            self.insert(used_at, used_at, units.min(self.limit));
+            self.insert(used_at, used_at, units);
         }
     }
 

@@ -396,7 +396,8 @@ impl LimitSet {
         }
     }
 
-    /// Counts units in every limit that were used at `used_at` or earlier, even beyond the limit.
+    /// Counts units in every limit that were used at `used_at` or earlier, even beyond the limit. If
+    /// they are more than a limit, as many as the limit count.
     pub(super) fn charge(
         &mut self,
         now: Micros,
@@ -405,6 +406,7 @@ impl LimitSet {
         units: u64,
     ) {
         for state in self.states.all_mut() {
+            let units = units.min(u64::from(state.limit.largest_cost()));
             state.rule.charge(now, used_at, transit_slack, units);
         }
     }

@@ -247,11 +247,10 @@ impl Window {
         joins.then_some(Log::Short { stamp, count })
     }
 
-    /// Counts units that were used without a permit. If they are more than the limit, as many as
-    /// the limit count.
+    /// Counts units that were used without a permit.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
         if self.end(stamp) > now {
-            self.insert(stamp, units.min(self.limit()));
+            self.insert(stamp, units);
         }
     }
 
