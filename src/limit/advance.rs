@@ -73,24 +73,24 @@ impl AdvanceBookings {
         &self.0
     }
 
-    /// Returns whether one more booking with this slot and stamp has room in the list. If two
-    /// bookings have to join, their slots are at most `longest_join` apart.
-    pub(super) fn has_room(&self, slot: Micros, stamp: Micros, longest_join: Micros) -> bool {
-        self.0.len() < MOST
-            || self.exact(slot, stamp).is_some()
-            || self.cheapest_join(longest_join).is_some()
-    }
-
     /// Adds units of permits. If there are too many bookings, the two neighbours join whose units
-    /// then count the least longer. [`has_room`](AdvanceBookings::has_room) was true.
-    pub(super) fn add(&mut self, slot: Micros, stamp: Micros, units: u64, longest_join: Micros) {
+    /// then count the least longer, of those whose slots are at most `longest_join` apart. Returns
+    /// `false`, and adds nothing, if there are none.
+    pub(super) fn add(
+        &mut self,
+        slot: Micros,
+        stamp: Micros,
+        units: u64,
+        longest_join: Micros,
+    ) -> bool {
         if let Some(index) = self.exact(slot, stamp) {
             self.0[index].units += units;
-            return;
+            return true;
         }
-        if self.0.len() >= MOST
-            && let Some(index) = self.cheapest_join(longest_join)
-        {
+        if self.0.len() >= MOST {
+            let Some(index) = self.cheapest_join(longest_join) else {
+                return false;
+            };
             let later = self.0.remove(index + 1);
             self.0[index] = self.0[index].joined(later);
         }
@@ -102,6 +102,7 @@ impl AdvanceBookings {
             units,
         };
         self.0.insert(after, booking);
+        true
     }
 
     /// Returns the index of the booking with exactly this slot and stamp.

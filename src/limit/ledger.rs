@@ -457,10 +457,6 @@ impl Ledger {
                 });
             }
             let stamp = slot + life + transit_slack;
-            let is_in_advance = self.is_in_advance(slot, from, cost, open);
-            if is_in_advance && !self.has_room_in_advance(slot, stamp) {
-                return Err(TooLate { slot, limit });
-            }
             let fits = if open.borrows.is_some() {
                 1
             } else {
@@ -470,10 +466,12 @@ impl Ledger {
                     .clamp(1, count)
             };
             let units = cost * u64::from(fits);
-            if is_in_advance {
+            if self.is_in_advance(slot, from, cost, open) {
                 let longest_join = self.limits.longest_join();
-                let rare = self.rare.get_or_insert_default();
-                rare.advance.add(slot, stamp, units, longest_join);
+                let advance = &mut self.rare.get_or_insert_default().advance;
+                if !advance.add(slot, stamp, units, longest_join) {
+                    return Err(TooLate { slot, limit });
+                }
             } else {
                 self.limits.insert(self.now, slot, stamp, units);
             }
@@ -499,14 +497,6 @@ impl Ledger {
             slot
         };
         self.limits.is_in_advance(slot, free, advance(&self.rare))
-    }
-
-    /// Returns whether the key can have one more advance booking.
-    fn has_room_in_advance(&self, slot: Micros, stamp: Micros) -> bool {
-        self.rare.as_ref().is_none_or(|rare| {
-            let longest_join = self.limits.longest_join();
-            rare.advance.has_room(slot, stamp, longest_join)
-        })
     }
 
     /// Books up to `most` of the units that are free now, but at most a quarter of the free units.
