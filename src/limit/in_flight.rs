@@ -143,29 +143,19 @@ impl InFlightSlots {
         }
         self.grant();
         let is_over = self.smallest_limit() < Some(taken(self.holders.iter()));
-        let InFlightSlots {
-            holders,
-            queue,
-            version,
-        } = self;
+        let InFlightSlots { holders, queue, .. } = self;
         for holder in &mut *holders {
             let others_wait = is_over || queue.iter().any(|batch| batch.holder != holder.id);
             let must_return_slots = others_wait && !holder.knows_others_wait && holder.taken > 0;
             if holder.id == claim.id || holder.has_new_slots || must_return_slots {
                 holder.knows_others_wait = others_wait;
                 holder.has_new_slots = false;
-                let HolderSlots {
-                    id,
-                    number,
-                    granted,
-                    ..
-                } = *holder;
                 notify(HolderUpdate {
-                    id,
-                    number,
-                    granted,
+                    id: holder.id,
+                    number: holder.number,
+                    granted: holder.granted,
                     others_wait,
-                    version: *version,
+                    version: self.version,
                 });
             }
         }
