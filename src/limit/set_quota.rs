@@ -89,21 +89,18 @@ impl SetQuotaState {
         booked_until: Micros,
     ) -> Self {
         let version = spec.quota_version();
-        let mut life = micros_up(spec.quota_life());
-        let mut until = now + life;
-        let (mut booked_before, mut lost_until) = (0, 0);
-        if let Some(before) = before {
-            (booked_before, lost_until) = (before.booked_until, before.lost_until);
-            if !is_set(version) {
-                life = life.max(before.life);
-            }
-        }
-        if !is_set(version) {
-            until = now + life + END_MARGIN;
-        }
+        let life = micros_up(spec.quota_life());
+        let (life_before, booked_before, lost_until) = before.map_or((0, 0, 0), |before| {
+            (before.life, before.booked_until, before.lost_until)
+        });
+        let (life, margin) = if is_set(version) {
+            (life, 0)
+        } else {
+            (life.max(life_before), END_MARGIN)
+        };
         SetQuotaState {
             version,
-            until,
+            until: now + life + margin,
             life,
             in_flight: spec.quota().most_in_flight().filter(|_| is_set(version)),
             booked_until: booked_before.max(booked_until).max(now),
