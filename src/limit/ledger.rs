@@ -146,7 +146,7 @@ impl Ledger {
         let (is_outdated, ahead) = (self.is_outdated(spec), self.ahead());
         let quota = quota_mut(&mut self.rare);
         if quota.as_ref().is_some_and(|quota| quota.is_set()) {
-            self.limits.forget_paused(spec, now);
+            self.limits.forget_paused(now);
         } else if !is_outdated {
             self.limits.state(spec, now, ahead, quota);
         }

@@ -57,14 +57,14 @@ impl LimitSet {
 
     /// Takes in which limit is the pace of the part, as the present caller states it.
     pub(super) fn set_pace(&mut self, pace: Option<Limit>) {
-        for state in self.states.iter_mut() {
+        for state in self.states.limiting_mut() {
             state.set_pace(pace == Some(state.limit));
         }
     }
 
     /// Returns the limits that apply to an owner: those that are not paused, without the pace.
     fn owned(&mut self) -> impl Iterator<Item = &mut LimitState> {
-        self.states.iter_mut().filter(|state| !state.is_pace())
+        self.states.limiting_mut().filter(|state| !state.is_pace())
     }
 
     /// Advances all limits to `now`.
@@ -82,8 +82,10 @@ impl LimitSet {
         mut set_quota: Option<&mut SetQuotaState>,
     ) {
         let stated_at = stated_at(spec, now);
-        for limit in spec.limits() {
-            match self.states.iter_mut().find(|state| state.limit == *limit) {
+        let ours = spec.limits();
+        for limit in ours {
+            let mut limiting = self.states.limiting_mut();
+            match limiting.find(|state| state.limit == *limit) {
                 // A statement is recorded only if the last record is older than half a window. So
                 // most refusals do not change the state.
                 Some(state)
@@ -98,13 +100,11 @@ impl LimitSet {
                 }
             }
         }
-        let ours = spec.limits();
         // A call without limits, such as a hold, says nothing about which apply: if it forgot those of a
         // quota that has just ended, their use would be forgotten before the next request states them.
-        if !ours.is_empty() && self.states.len() > ours.len() {
-            self.states.retain(|state| state.in_force_until() >= now);
+        if !ours.is_empty() && self.states.all().len() > ours.len() {
+            self.forget_foreign(ours, now);
         }
-        self.forget_excess(ours);
     }
 
     /// Makes the limits of `spec` those of a set quota. The others are paused.
@@ -116,69 +116,56 @@ impl LimitSet {
         quota: &mut SetQuotaState,
     ) {
         let limits = spec.limits();
-        let mut limiting: Vec<LimitState> = Vec::with_capacity(limits.len());
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
                 let state = self.begin(*limit, spec, now, ahead, Some(quota));
-                let (before, mut paused) = self.states.take();
-                paused.push(state);
-                self.states = LimitStates::new(before, paused);
+                self.states.push(state);
             }
         }
-        let (before, paused) = self.states.take();
-        let mut others: Vec<LimitState> = before.into_iter().chain(paused).collect();
-        for limit in limits {
-            if let Some(index) = others.iter().position(|state| state.limit == *limit) {
-                let mut state = others.remove(index);
-                state.last_stated = now;
-                limiting.push(state);
-            }
+        self.states.pause_others(limits);
+        for state in self.states.limiting_mut() {
+            state.last_stated = now;
         }
-        self.states = LimitStates::new(limiting, others);
     }
 
     /// Ends a set quota. Its limits count as if callers stated them last at `moment`, and no limit is
     /// paused any more. If the quota was learned, its limits apply no longer, unless callers state them:
     /// one response may have stated a window of a year.
     pub(super) fn unset(&mut self, moment: Micros, was_learned: bool) {
-        let (mut states, paused) = self.states.take();
-        for state in &mut states {
+        for state in self.states.limiting_mut() {
             state.last_stated = moment;
             if was_learned {
                 state.last_stated = (2 * moment).saturating_sub(state.in_force_until() + 1);
             }
         }
-        states.extend(paused);
-        self.states = LimitStates::new(states, Vec::new());
+        self.states.pause_none();
     }
 
     /// Forgets the paused limits that no caller has stated for long. Those of a set quota apply.
-    pub(super) fn forget_paused(&mut self, spec: &LimitSpec, now: Micros) {
-        self.states
-            .retain_paused(|state| state.in_force_until() >= now);
-        let ours: Vec<Limit> = self.states.iter().map(|state| state.limit).collect();
-        debug_assert!(!ours.is_empty(), "a set quota has a limit: {spec:?}");
-        self.forget_excess(&ours);
+    pub(super) fn forget_paused(&mut self, now: Micros) {
+        let ours: Vec<Limit> = self.limits().collect();
+        debug_assert!(!ours.is_empty(), "a set quota has a limit");
+        self.forget_foreign(&ours, now);
     }
 
-    /// Forgets limits besides `ours` until there are not too many.
+    /// Forgets the limits besides `ours` that no longer apply. If too many are left, forgets those of
+    /// them that would be forgotten next.
     ///
     /// The next caller that states such a limit adds it again, with the use that the other limits
     /// remember. So a large fleet goes on even if the upstream states another limit to each
     /// process.
-    fn forget_excess(&mut self, ours: &[Limit]) {
-        while self.states.all().count() > MOST_LIMITS && self.forget_foreign(ours) {}
-    }
-
-    /// Forgets one of the limits besides `ours`: the one that would be forgotten next. Returns
-    /// whether there was one.
-    fn forget_foreign(&mut self, ours: &[Limit]) -> bool {
-        let all = self.states.all().enumerate();
-        let foreign = all.filter(|(_, state)| !ours.contains(&state.limit));
-        let first = foreign
-            .min_by_key(|(_, state)| state.in_force_until())
-            .map(|(index, _)| index);
-        first.map(|index| self.states.remove(index)).is_some()
+    fn forget_foreign(&mut self, ours: &[Limit], now: Micros) {
+        let is_foreign = |state: &&LimitState| !ours.contains(&state.limit);
+        self.states
+            .retain(|state| !is_foreign(&state) || state.in_force_until() >= now);
+        while self.states.all().len() > MOST_LIMITS {
+            let foreign = self.states.all().filter(is_foreign);
+            let Some(first) = foreign.min_by_key(|state| state.in_force_until()) else {
+                return;
+            };
+            let first = first.limit;
+            self.states.retain(|state| state.limit != first);
+        }
     }
 
     /// Makes the state of a limit that is new to this key. If the key has a set quota, or the end of one,
@@ -275,21 +262,21 @@ impl LimitSet {
         let sent = now + longest_life + transit_slack;
         let stated = |state: &&mut LimitState| state.limit == left.limit;
         self.states
-            .iter_mut()
+            .limiting_mut()
             .find(stated)
             .is_some_and(|state| state.see(left, now, sent, made_at, advance))
     }
 
     /// Returns the first limit that applies besides `ours`.
     pub(super) fn foreign(&self, ours: &[Limit]) -> Option<Limit> {
-        let has_others = self.states.len() > ours.len();
+        let has_others = self.states.limiting().len() > ours.len();
         let mut limits = self.limits().filter(|limit| !ours.contains(limit));
         has_others.then(|| limits.next()).flatten()
     }
 
     /// Returns the limits that are not paused.
     pub(super) fn limits(&self) -> impl Iterator<Item = Limit> {
-        self.states.iter().map(|state| state.limit)
+        self.states.limiting().map(|state| state.limit)
     }
 
     /// Returns all limits, also those that are paused.
@@ -317,7 +304,7 @@ impl LimitSet {
         let mut limit = None;
         for _ in 0..MOST_ROUNDS {
             let before = slot;
-            for state in self.states.iter_mut() {
+            for state in self.states.limiting_mut() {
                 let first = match open.borrows {
                     None if state.is_pace() => slot,
                     None => state.first_slot(slot, cost, open, advance),
@@ -444,12 +431,12 @@ impl LimitSet {
 
     /// Returns whether units of a limit are reserved for other clients at a moment.
     pub(super) fn is_reserved(&self, at: Micros) -> bool {
-        self.states.iter().any(|state| state.reserved(at) > 0)
+        self.states.limiting().any(|state| state.reserved(at) > 0)
     }
 
     /// Returns whether other clients are known to use a limit too.
     pub(super) fn is_shared(&self) -> bool {
-        self.states.iter().any(LimitState::is_shared)
+        self.states.limiting().any(LimitState::is_shared)
     }
 
     /// Returns how many units may leave now.
@@ -496,7 +483,7 @@ impl LimitSet {
     /// Returns the first moment from which new limits would grant the same. The limits of a part are
     /// kept as long as they apply, because callers that use only other parts state them, too.
     pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
-        let is_part = self.states.iter().any(LimitState::is_pace);
+        let is_part = self.states.limiting().any(LimitState::is_pace);
         let moments = self.states.all().map(|state| {
             let from = state.fresh_from(advance);
             if is_part {

@@ -2,133 +2,110 @@
 //!
 //! A limit is *paused* while a set quota applies that does not have it: it counts, and refuses nothing.
 
-use std::ops::{Deref, DerefMut};
+use std::slice::{self, Iter, IterMut};
 
 use super::limit_state::LimitState;
+use crate::quota::Limit;
 
-/// The states of the limits of a key. As a slice, they are the limits that are not paused.
+/// The states of the limits of a key.
+///
+/// A vector alone would be simpler. But a store in memory keeps one of these for each of many keys,
+/// and most keys have one limit: the enum needs no tag of its own, no capacity and no heap block.
 #[derive(Clone, Debug)]
 pub(super) enum LimitStates {
-    /// Most keys have one limit.
+    /// One limit, which is not paused.
     One(LimitState),
-    /// None, or several.
-    Many(Vec<LimitState>),
-    /// Some limits are paused.
-    Paused(Box<WithPaused>),
-}
-
-/// Limits of which some are paused.
-#[derive(Clone, Debug)]
-pub(super) struct WithPaused {
-    limiting: Vec<LimitState>,
-    paused: Vec<LimitState>,
+    /// None, or several. Only the first `limiting` of them are not paused.
+    Many {
+        states: Vec<LimitState>,
+        limiting: usize,
+    },
 }
 
 impl LimitStates {
-    pub(super) const NONE: LimitStates = LimitStates::Many(Vec::new());
-
-    /// Makes the states of limits, of which the last ones are paused.
-    pub(super) fn new(limiting: Vec<LimitState>, paused: Vec<LimitState>) -> Self {
-        if paused.is_empty() {
-            LimitStates::Many(limiting)
-        } else {
-            LimitStates::Paused(Box::new(WithPaused { limiting, paused }))
-        }
-    }
-
-    /// Removes all states and returns them: those of limits that are not paused, and the others.
-    pub(super) fn take(&mut self) -> (Vec<LimitState>, Vec<LimitState>) {
-        match std::mem::replace(self, LimitStates::NONE) {
-            LimitStates::One(state) => (vec![state], Vec::new()),
-            LimitStates::Many(states) => (states, Vec::new()),
-            LimitStates::Paused(states) => (states.limiting, states.paused),
-        }
-    }
-
-    /// Returns the states of the paused limits.
-    pub(super) fn paused(&self) -> &[LimitState] {
-        match self {
-            LimitStates::Paused(states) => &states.paused,
-            _ => &[],
-        }
-    }
+    pub(super) const NONE: LimitStates = LimitStates::Many {
+        states: Vec::new(),
+        limiting: 0,
+    };
 
     /// Returns all states, the paused ones last.
-    pub(super) fn all(&self) -> impl Iterator<Item = &LimitState> {
-        self.iter().chain(self.paused())
-    }
-
-    /// Returns all states, the paused ones last.
-    pub(super) fn all_mut(&mut self) -> impl Iterator<Item = &mut LimitState> {
-        let (limiting, paused) = match self {
-            LimitStates::One(state) => (std::slice::from_mut(state), &mut [][..]),
-            LimitStates::Many(states) => (&mut states[..], &mut [][..]),
-            LimitStates::Paused(states) => (&mut states.limiting[..], &mut states.paused[..]),
+    pub(super) fn all(&self) -> Iter<'_, LimitState> {
+        let states = match self {
+            LimitStates::One(state) => slice::from_ref(state),
+            LimitStates::Many { states, .. } => states,
         };
-        limiting.iter_mut().chain(paused)
+        states.iter()
     }
 
-    /// Adds a state of a limit that is not paused. No limit is.
+    /// Returns all states, the paused ones last.
+    pub(super) fn all_mut(&mut self) -> IterMut<'_, LimitState> {
+        let states = match self {
+            LimitStates::One(state) => slice::from_mut(state),
+            LimitStates::Many { states, .. } => states,
+        };
+        states.iter_mut()
+    }
+
+    /// Returns the states of the limits that are not paused.
+    pub(super) fn limiting(&self) -> Iter<'_, LimitState> {
+        let states = match self {
+            LimitStates::One(state) => slice::from_ref(state),
+            LimitStates::Many { states, limiting } => &states[..*limiting],
+        };
+        states.iter()
+    }
+
+    /// Returns the states of the limits that are not paused.
+    pub(super) fn limiting_mut(&mut self) -> IterMut<'_, LimitState> {
+        let states = match self {
+            LimitStates::One(state) => slice::from_mut(state),
+            LimitStates::Many { states, limiting } => &mut states[..*limiting],
+        };
+        states.iter_mut()
+    }
+
+    /// Adds the state of a limit that is not paused. No limit is.
     pub(super) fn push(&mut self, state: LimitState) {
-        *self = match self.take() {
-            (mut states, _) if !states.is_empty() => {
-                states.push(state);
-                LimitStates::Many(states)
+        let mut states = match std::mem::replace(self, LimitStates::NONE) {
+            LimitStates::One(first) => vec![first],
+            LimitStates::Many { states, .. } if states.is_empty() => {
+                *self = LimitStates::One(state);
+                return;
             }
-            _ => LimitStates::One(state),
+            LimitStates::Many { states, .. } => states,
         };
+        states.push(state);
+        let limiting = states.len();
+        *self = LimitStates::Many { states, limiting };
     }
 
-    /// Removes the states for which `keep` returns false. No limit is paused.
+    /// Removes the states for which `keep` returns false.
     pub(super) fn retain(&mut self, keep: impl Fn(&LimitState) -> bool) {
         match self {
             LimitStates::One(state) if keep(state) => {}
             LimitStates::One(_) => *self = LimitStates::NONE,
-            LimitStates::Many(states) => states.retain(keep),
-            LimitStates::Paused(states) => states.limiting.retain(keep),
-        }
-    }
-
-    /// Removes the paused states for which `keep` returns false.
-    pub(super) fn retain_paused(&mut self, keep: impl Fn(&LimitState) -> bool) {
-        if let LimitStates::Paused(states) = self {
-            states.paused.retain(keep);
-            if states.paused.is_empty() {
-                *self = LimitStates::Many(std::mem::take(&mut states.limiting));
+            LimitStates::Many { states, limiting } => {
+                let (limited, _) = states.split_at(*limiting);
+                *limiting = limited.iter().filter(|state| keep(state)).count();
+                states.retain(keep);
             }
         }
     }
 
-    /// Removes the state at `index` of [`all`](LimitStates::all).
-    pub(super) fn remove(&mut self, index: usize) {
-        let (mut limiting, mut paused) = self.take();
-        if index < limiting.len() {
-            limiting.remove(index);
-        } else {
-            paused.remove(index - limiting.len());
-        }
-        *self = LimitStates::new(limiting, paused);
-    }
-}
-
-impl Deref for LimitStates {
-    type Target = [LimitState];
-
-    fn deref(&self) -> &[LimitState] {
-        match self {
-            LimitStates::One(state) => std::slice::from_ref(state),
-            LimitStates::Many(states) => states,
-            LimitStates::Paused(states) => &states.limiting,
+    /// Pauses all limits but `limits`, which all have a state. These come first from now on, in this
+    /// order.
+    pub(super) fn pause_others(&mut self, limits: &[Limit]) {
+        if let LimitStates::Many { states, limiting } = self {
+            let place = |limit: Limit| limits.iter().position(|other| *other == limit);
+            states.sort_by_key(|state| place(state.limit).unwrap_or(limits.len()));
+            *limiting = states.partition_point(|state| place(state.limit).is_some());
         }
     }
-}
 
-impl DerefMut for LimitStates {
-    fn deref_mut(&mut self) -> &mut [LimitState] {
-        match self {
-            LimitStates::One(state) => std::slice::from_mut(state),
-            LimitStates::Many(states) => states,
-            LimitStates::Paused(states) => &mut states.limiting,
+    /// Ends the pause of all limits.
+    pub(super) fn pause_none(&mut self) {
+        if let LimitStates::Many { states, limiting } = self {
+            *limiting = states.len();
         }
     }
 }
