@@ -12,7 +12,7 @@ use super::limit_set::LimitSet;
 use super::returned::ReturnedSlots;
 use super::set_quota::{ChangeKind, SetQuotaState, is_learned, is_set, next_version};
 use super::{
-    Booking, Charge, Lending, LimitSpec, Micros, StoredHold, TooLate, UnusedPermits,
+    Booking, Charge, Lending, LimitSpec, Micros, SetQuota, StoredHold, TooLate, UnusedPermits,
     UpstreamRemaining, micros_down, micros_up,
 };
 use crate::quota::{Limit, Quota};
@@ -54,19 +54,6 @@ pub(crate) struct QuotaChange {
     pub(crate) life: Duration,
     /// The new version is larger than this.
     pub(crate) above: u32,
-}
-
-/// The set quota of a ledger, or its end.
-#[derive(Clone, Debug)]
-pub(crate) struct QuotaInForce {
-    /// Its version.
-    pub(crate) version: u32,
-    /// How long it applies if it is not used, or how long its end is remembered.
-    pub(crate) left: Micros,
-    /// For how long after its last use, or after it was learned last, it applies.
-    pub(crate) life: Micros,
-    /// Its limits. `None` if it has ended.
-    pub(crate) quota: Option<Quota>,
 }
 
 /// Permits to book.
@@ -287,19 +274,14 @@ impl Ledger {
     }
 
     /// Returns the set quota, or its end, if its version is another one than `known`.
-    pub(crate) fn quota_unless(&self, known: u32) -> Option<QuotaInForce> {
+    pub(crate) fn quota_unless(&self, known: u32) -> Option<SetQuota> {
         let quota = self.set_quota().filter(|quota| quota.version != known)?;
-        let limits = self.limits.limits();
-        let in_force = quota.is_set();
-        Some(QuotaInForce {
+        let limits = quota.is_set().then(|| self.limits.limits());
+        Some(SetQuota {
             version: quota.version,
-            left: quota.until.saturating_sub(self.now),
-            life: quota.life,
-            quota: if in_force {
-                Quota::of_limits(limits, quota.in_flight)
-            } else {
-                None
-            },
+            quota: limits.and_then(|limits| Quota::of_limits(limits, quota.in_flight)),
+            left: Duration::from_micros(quota.until.saturating_sub(self.now)),
+            life: Duration::from_micros(quota.life),
         })
     }
 

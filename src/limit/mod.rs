@@ -55,12 +55,14 @@ pub(crate) use booking::{Booking, TooLate};
 pub use charge::Charge;
 pub(crate) use hold::StoredHold;
 pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
-pub(crate) use ledger::{Ledger, Order, QuotaChange, QuotaInForce};
+pub(crate) use ledger::{Ledger, Order, QuotaChange};
 pub use lending::Lending;
 pub(crate) use limit_set::STATED_AHEAD;
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
-pub use set_quota::ChangeKind;
-pub(crate) use set_quota::{is_learned, is_set};
+pub(crate) use set_quota::is_learned;
+#[cfg(any(test, feature = "redis"))]
+pub(crate) use set_quota::is_set;
+pub use set_quota::{ChangeKind, SetQuota};
 pub use unused_permits::UnusedPermits;
 pub use upstream_remaining::UpstreamRemaining;

@@ -7,10 +7,9 @@ use smallvec::SmallVec;
 
 use super::hold::HoldState;
 use super::joint_call::JointCall;
-use super::set_quota::SetQuota;
 use super::source::Source;
 use crate::key::Key;
-use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
+use crate::limit::{Charge, LimitSpec, SetQuota, UnusedPermits, UpstreamRemaining};
 use crate::quota::Limit;
 
 /// A request to a store for permits of one key.

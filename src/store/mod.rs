@@ -31,7 +31,6 @@ mod owned_request;
 mod redis;
 mod register;
 mod session;
-mod set_quota;
 mod shared;
 mod source;
 mod unlearning;
@@ -83,10 +82,9 @@ mod custom {
     pub use super::interface::{Background, Store, StoreReply, Task};
     pub use super::lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
     pub use super::register::{Recipients, Register, RegisterRequest};
-    pub use super::set_quota::SetQuota;
     pub use super::usage::{PeekRequest, Usage};
     pub use crate::key::label::Label;
     pub use crate::limit::{
-        ChangeKind, Charge, Lending, LimitSpec, UnusedPermits, UpstreamRemaining,
+        ChangeKind, Charge, Lending, LimitSpec, SetQuota, UnusedPermits, UpstreamRemaining,
     };
 }

@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use super::hold::HoldState;
 use super::lease::Demand;
-use super::set_quota::SetQuota;
 use crate::cost::Cost;
 use crate::key::Key;
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, SetQuota};
 use crate::quota::Limit;
 
 /// A question about the state of a key, and about when one more request could leave.

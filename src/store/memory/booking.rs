@@ -79,7 +79,7 @@ pub(in crate::store) fn book(
     }
     lease.free = if is_decided { ledger.free() } else { 0 };
     let set_quota = ledger.quota_unless(request.spec.quota_version());
-    lease.set_quota = set_quota.map(|quota| Box::new(quota.into()));
+    lease.set_quota = set_quota.map(Box::new);
     lease
 }
 
@@ -155,7 +155,7 @@ pub(in crate::store) fn usage(
         next_slot: span_or_never(now, ledger.next_slot(spec, request.cost, life)),
         hold,
         recovering: Duration::ZERO,
-        set_quota: ledger.quota_unless(0).map(|quota| Box::new(quota.into())),
+        set_quota: ledger.quota_unless(0).map(Box::new),
         degraded: false,
     }
 }

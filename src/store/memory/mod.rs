@@ -12,7 +12,7 @@ use super::in_flight::StoreListeners;
 use super::register::Registers;
 use super::{
     Change, Claim, InForce, Lease, LeaseRequest, PeekRequest, Recipients, Register,
-    RegisterRequest, SetQuota, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
+    RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Usage,
 };
 use crate::clock;
 use crate::key::Key;
@@ -137,16 +137,15 @@ impl MemoryStore {
         };
         let change = |counts: &mut KeyLedger| {
             counts.align(spec, now);
-            let before = counts.ledger.quota_unless(0).map(|quota| quota.version);
+            let before = counts.ledger.quota_version();
             counts.ledger.change_quota(spec, change, now);
             counts.fresh_from = counts.ledger.fresh_from();
             let hold = held(counts.ledger.hold(StoredHold::default()), now);
-            let quota = counts.ledger.quota_unless(0).map(SetQuota::from);
-            (before, InForce::new(hold, quota))
+            (before, InForce::new(hold, counts.ledger.quota_unless(0)))
         };
         let (before, in_force) = self.enter(key, now, || Ledger::empty(now), change)?;
         if let Some(quota) = &in_force.set_quota
-            && before != Some(quota.version)
+            && before != quota.version
         {
             let event = StoreEvent::SetQuota(Box::new(quota.clone()));
             self.listeners.notify_all(key, &event);

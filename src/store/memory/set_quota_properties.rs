@@ -270,7 +270,7 @@ impl World {
 
     /// Returns the quota version of the ledger.
     fn version(&self) -> u32 {
-        self.ledger.quota_unless(0).map_or(0, |told| told.version)
+        self.ledger.quota_version()
     }
 
     /// Takes in what a process was told.
@@ -335,7 +335,7 @@ impl World {
             assert!(version > self.newest && is_set(version) == (kind != ChangeKind::End));
             assert_eq!(is_learned(version), kind == ChangeKind::Learn);
         }
-        let told = self.ledger.quota_unless(0).map(SetQuota::from);
+        let told = self.ledger.quota_unless(0);
         self.note_limits();
         self.hear(process, told, hears);
         if kind != ChangeKind::End && !(kind == ChangeKind::Learn && of_operator) {
@@ -510,9 +510,8 @@ impl World {
         let Some(quota) = quota else {
             return Arc::new(spec(self.own[0]));
         };
-        let life = Duration::from_micros(quota.life);
         let spec = spec(quota.quota.unwrap_or(self.own[0]));
-        Arc::new(spec.with_quota_version(quota.version, life))
+        Arc::new(spec.with_quota_version(quota.version, quota.life))
     }
 
     /// Uses the permits of a grant, except for `unused` of them.

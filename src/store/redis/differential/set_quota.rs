@@ -108,7 +108,7 @@ fn change(world: &mut World, spec: &LimitSpec, kind: ChangeKind, life: Duration)
     ledger.align(clock, now);
     let version = ledger.change_quota(spec, change, now);
     assert!(is_set(version) || kind == ChangeKind::End);
-    let ours = SetQuota::from(ledger.quota_unless(0).unwrap());
+    let ours = ledger.quota_unless(0).unwrap();
     assert_eq!(ours.version, version);
     assert!(!ours.is_learned() || kind == ChangeKind::Learn);
     let theirs = *theirs.set_quota.expect("a change is always stated");
