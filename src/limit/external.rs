@@ -28,7 +28,8 @@
 //! Twin: `store/redis/lua/external.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
-use super::Micros;
+use super::{Micros, UpstreamRemaining, micros_up};
+use crate::quota::Limit;
 
 /// What other clients use of a limit. The units reserved for them follow from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,34 +65,10 @@ pub(super) struct ExternalUsage {
     counted_until: Micros,
 }
 
-/// The size of a limit.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Size {
-    /// The units that are allowed in each window.
-    pub(super) count: u32,
-    /// The length of the window, in microseconds.
-    pub(super) window: Micros,
-}
-
-/// What a response states about a limit.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Statement {
-    /// The ledger's time at which the statement is taken in.
-    pub(super) now: Micros,
-    /// The units that are left.
-    pub(super) left: u32,
-    /// When the upstream made the response.
-    pub(super) stated_at: Micros,
-    /// When the upstream starts its count anew.
-    pub(super) resets_at: Option<Micros>,
-    /// Whether that moment is the same in each response. If so, the log has all units of this fleet
-    /// that the upstream counts.
-    pub(super) steady: bool,
-    /// The units that the upstream refused since the last response, because nothing was left.
-    pub(super) refused: u32,
-    /// Until when the response counts, unless another one confirms it.
-    pub(super) valid_until: Micros,
-}
+/// The greatest age of a response whose reset counts: 250 ms, or a twentieth of the window if that
+/// is longer. Since an older response, units may have left the log. A steady response has no such
+/// limit.
+const OLDEST_RESPONSE: Micros = 250_000;
 
 /// The units that this fleet was granted, and that the upstream may have counted. Chunks of a log
 /// share a stamp, so their number is known only within bounds.
@@ -109,7 +86,7 @@ pub(super) struct Ours {
 impl ExternalUsage {
     /// Makes the usage of a window that ends at `ends`, of which no response is known.
     /// `log_is_complete` states whether the log has all units that were granted here in it.
-    pub(super) fn new(ends: Micros, log_is_complete: bool) -> Self {
+    fn new(ends: Micros, log_is_complete: bool) -> Self {
         ExternalUsage {
             ends,
             seen: 0,
@@ -129,7 +106,7 @@ impl ExternalUsage {
 
     /// Sets the end of the window, if no use by other clients is known yet. `log_is_complete`
     /// states whether the log has all units that were granted here in it.
-    pub(super) fn begin(&mut self, ends: Micros, log_is_complete: bool) {
+    fn begin(&mut self, ends: Micros, log_is_complete: bool) {
         if (self.seen, self.expected, self.refused) == (0, 0, 0) {
             self.ends = ends;
             self.log_is_complete = log_is_complete;
@@ -141,13 +118,14 @@ impl ExternalUsage {
 
     /// Begins a new count if the last one has ended. Returns `false` if a new count began and other
     /// clients are expected to use nothing of it.
-    pub(super) fn roll(&mut self, now: Micros, Size { count, window }: Size) -> bool {
+    pub(super) fn roll(&mut self, now: Micros, limit: Limit) -> bool {
         if now < self.ends {
             return true;
         }
-        let ends = self.ends.saturating_add(window);
+        let ends = self.ends.saturating_add(micros_up(limit.window()));
         // Other clients can have used only what was neither left nor granted here.
-        let most = count
+        let most = limit
+            .count()
             .saturating_sub(self.fewest_left)
             .saturating_sub(self.granted_then);
         let expected = if self.log_is_complete && now < ends {
@@ -155,75 +133,97 @@ impl ExternalUsage {
         } else {
             0
         };
-        let &mut ExternalUsage {
-            stated_at,
-            valid_until,
-            ..
-        } = self;
         // The units that were left at the end show what other clients may have used.
         let shown_until = if self.fewest_left < u32::MAX {
-            valid_until
+            self.valid_until
         } else {
             0
         };
-        let confirmed_until = self.confirmed_until.max(shown_until);
         *self = ExternalUsage {
             expected,
-            stated_at,
-            valid_until,
-            confirmed_until,
+            stated_at: self.stated_at,
+            valid_until: self.valid_until,
+            confirmed_until: self.confirmed_until.max(shown_until),
             ..ExternalUsage::new(ends, true)
         };
         expected > 0
     }
 
-    /// Takes in a response. Returns whether more is reserved now than before.
-    pub(super) fn see(&mut self, size: Size, statement: Statement, ours: Ours) -> bool {
-        let Size { count, window } = size;
-        let Statement {
-            now,
-            left,
-            stated_at,
-            resets_at,
-            steady,
-            refused,
-            valid_until,
-        } = statement;
-        let (reserved, _) = self.reserved_from(now, size);
-        self.refused = self.refused.saturating_add(refused);
-        if self.refused > 0 {
+    /// Takes in a response about a limit, in a ledger that was made at `made_at`. `external` is what
+    /// other clients are known to use of that limit. Returns whether more is reserved now than
+    /// before.
+    pub(super) fn see(
+        external: &mut Option<Box<Self>>,
+        left: &UpstreamRemaining,
+        ours: Ours,
+        now: Micros,
+        made_at: Micros,
+    ) -> bool {
+        let (count, window) = (left.limit.count(), micros_up(left.limit.window()));
+        let (ago, refused) = (micros_up(left.ago), left.refused);
+        let units_left = u32::try_from(left.units).unwrap_or(u32::MAX);
+        let gone = count.saturating_sub(units_left);
+        let is_recent = left.steady || ago <= OLDEST_RESPONSE.max(window / 20);
+        let reset_in = left.reset_in.filter(|_| is_recent);
+        let resets_at = reset_in.map(|reset_in| now.saturating_add(micros_up(reset_in)));
+        let is_used_by_others = resets_at.is_some() && u64::from(gone) > ours.most;
+        if external.is_none() && !is_used_by_others && refused == 0 && !left.urgent {
+            return false;
+        }
+
+        // The window that the response is about.
+        let steady_reset = resets_at.filter(|_| left.steady);
+        let ends = steady_reset.unwrap_or(now.saturating_add(window));
+        // If it is not known when the upstream's count began, the log has to know the window that
+        // ends now. A tenth of the window may be missing.
+        let known_from = steady_reset.unwrap_or(now);
+        let log_is_complete = made_at.saturating_add(window - window / 10) <= known_from;
+        let new = || Box::new(ExternalUsage::new(ends, log_is_complete));
+        let external = external.get_or_insert_with(new);
+        let is_steady = steady_reset.is_some();
+        if is_steady || refused > 0 {
+            external.begin(ends, log_is_complete);
+        }
+        let (reserved, _) = external.reserved_from(now, left.limit);
+
+        // What other clients have used of it.
+        external.refused = external.refused.saturating_add(refused);
+        if external.refused > 0 {
             // An eighth of the limit stays available, to find out that the other clients have
             // stopped.
-            let by_refusals = self
-                .expected
-                .saturating_add(self.refused)
-                .min(count - count / 8);
-            self.seen = self.seen.max(by_refusals);
+            let by_refusals = external.expected.saturating_add(external.refused);
+            external.seen = external.seen.max(by_refusals.min(count - count / 8));
         }
-        let is_newest = stated_at >= self.stated_at;
+        let stated_at = now.saturating_sub(ago);
+        let valid_until = now.saturating_add(micros_up(left.valid_for));
+        let is_newest = stated_at >= external.stated_at;
         if is_newest {
-            (self.stated_at, self.valid_until) = (stated_at, valid_until);
+            (external.stated_at, external.valid_until) = (stated_at, valid_until);
         }
-        let gone = count.saturating_sub(left);
-        let beyond =
-            |ours: u64| u32::try_from(u64::from(gone).saturating_sub(ours)).unwrap_or(u32::MAX);
-        let of_others = beyond(ours.most.saturating_sub(u64::from(self.refused)));
+        let counted = ours.most.saturating_sub(u64::from(external.refused));
+        let of_others = gone.saturating_sub(u32::try_from(counted).unwrap_or(u32::MAX));
         // A response made before this window states nothing about it.
-        if stated_at.saturating_add(window) >= self.ends {
+        if stated_at.saturating_add(window) >= external.ends {
             let granted = u32::try_from(ours.least).unwrap_or(u32::MAX);
-            (self.fewest_left, self.granted_then) =
-                (self.fewest_left, self.granted_then).min((left, granted));
-            if steady {
+            (external.fewest_left, external.granted_then) =
+                (external.fewest_left, external.granted_then).min((units_left, granted));
+            if is_steady {
                 let most = if is_newest { gone } else { u32::MAX };
-                self.seen = self.seen.min(most).max(of_others);
+                external.seen = external.seen.min(most).max(of_others);
             }
         }
-        if refused > 0 || (steady && of_others > 0) {
-            self.confirmed_until = self.confirmed_until.max(valid_until);
+        if refused > 0 || (is_steady && of_others > 0) {
+            external.confirmed_until = external.confirmed_until.max(valid_until);
         }
+
+        // How much less is left than the log knows of.
         if is_newest {
             let most = i64::try_from(ours.most).unwrap_or(i64::MAX);
-            (self.shortfall, self.shortfall_until, self.counted_until) = match resets_at {
+            (
+                external.shortfall,
+                external.shortfall_until,
+                external.counted_until,
+            ) = match resets_at {
                 Some(resets_at) if resets_at > now => (
                     i64::from(gone) - most,
                     resets_at.min(valid_until),
@@ -232,7 +232,7 @@ impl ExternalUsage {
                 _ => (0, 0, 0),
             };
         }
-        self.reserved_from(now, size).0 > reserved
+        external.reserved_from(now, left.limit).0 > reserved
     }
 
     /// Takes in that permits were given back unused. If their stamp is not later than
@@ -248,13 +248,13 @@ impl ExternalUsage {
 
     /// Returns the units reserved at a moment, and when that number changes next if no response
     /// arrives.
-    pub(super) fn reserved_from(&self, at: Micros, Size { count, .. }: Size) -> (u32, Micros) {
+    pub(super) fn reserved_from(&self, at: Micros, limit: Limit) -> (u32, Micros) {
         let is_confirmed = at < self.confirmed_until;
         let kept = |expected: u32| {
             if is_confirmed {
                 expected
             } else {
-                expected.min(count / 4)
+                expected.min(limit.count() / 4)
             }
         };
         let known = if at < self.ends {
@@ -282,11 +282,11 @@ impl ExternalUsage {
     }
 
     /// Returns the moment from which nothing is reserved for other clients, if no response arrives.
-    pub(super) fn forgotten_from(&self, size: Size) -> Micros {
+    pub(super) fn forgotten_from(&self, limit: Limit) -> Micros {
         let is_stated = self.fewest_left < u32::MAX || self.seen > 0;
-        let (after, _) = self.reserved_from(self.ends, size);
+        let (after, _) = self.reserved_from(self.ends, limit);
         let ends = if is_stated && after > 0 {
-            self.ends.saturating_add(size.window)
+            self.ends.saturating_add(micros_up(limit.window()))
         } else {
             self.ends
         };

@@ -12,10 +12,6 @@ use super::set_quota::SetQuotaState;
 use super::{LimitSpec, Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
-/// The longest life of a permit: 50 ms, or a twentieth of the window if that is longer. If a stamp
-/// is more than this and the transit slack ahead, its permit was certainly not used yet.
-const LONGEST_LIFE: Micros = 50_000;
-
 /// How much longer the limits of a part apply than those of other keys: 4 s.
 ///
 /// Twin: `STATED_AHEAD` in `store/redis/lua/layout.lua`.
@@ -258,13 +254,9 @@ impl LimitSet {
         transit_slack: Micros,
         advance: &[AdvanceBooking],
     ) -> bool {
-        let longest_life = LONGEST_LIFE.max(micros_up(left.limit.window()) / 20);
-        let sent = now + longest_life + transit_slack;
-        let stated = |state: &&mut LimitState| state.limit == left.limit;
-        self.states
-            .limiting_mut()
-            .find(stated)
-            .is_some_and(|state| state.see(left, now, sent, made_at, advance))
+        let mut limiting = self.states.limiting_mut();
+        let stated = limiting.find(|state| state.limit == left.limit);
+        stated.is_some_and(|state| state.see(left, now, made_at, transit_slack, advance))
     }
 
     /// Returns the first limit that applies besides `ours`.

@@ -1,11 +1,11 @@
 //! One limit of a key: what was used of it, and what is reserved for other clients.
 //!
-//! Twin: `see_limit` in `store/redis/lua/external.lua`, and `in_force_until` in `ledger.lua`.
+//! Twin: `see_limit` in `store/redis/lua/external.lua`, and `in_force_until` in `state.lua`.
 //! After a change: `cargo test --all-features --lib differential`
 
 use super::advance::AdvanceBooking;
 use super::algorithm::{Algorithm, PermitTime};
-use super::external::{ExternalUsage, Ours, Size, Statement};
+use super::external::{ExternalUsage, Ours};
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -23,10 +23,9 @@ pub(super) struct LimitState {
     external: Option<Box<ExternalUsage>>,
 }
 
-/// The greatest age of a response whose reset counts: 250 ms, or a twentieth of the window if that
-/// is longer. Since an older response, units may have left the log. A steady response has no such
-/// limit.
-const OLDEST_RESPONSE: Micros = 250_000;
+/// The longest life of a permit: 50 ms, or a twentieth of the window if that is longer. If a stamp
+/// is more than this and the transit slack ahead, its permit was certainly not used yet.
+const LONGEST_LIFE: Micros = 50_000;
 
 impl LimitState {
     /// Makes the state of a limit that a caller states at `now`.
@@ -59,14 +58,6 @@ impl LimitState {
             .saturating_add(window.saturating_mul(5) / 2 + 1_000_000)
     }
 
-    /// Returns the size of the limit.
-    fn size(&self) -> Size {
-        Size {
-            count: self.limit.count(),
-            window: micros_up(self.limit.window()),
-        }
-    }
-
     /// Returns the first moment, not before `from`, at which `cost` units may leave besides those
     /// that are reserved then.
     pub(super) fn first_slot(
@@ -76,12 +67,11 @@ impl LimitState {
         open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> Micros {
-        let size = self.size();
         let Some(external) = &self.external else {
             return self.rule.first_slot(from, cost, open, 0, advance);
         };
         loop {
-            let (reserved, until) = external.reserved_from(from, size);
+            let (reserved, until) = external.reserved_from(from, self.limit);
             let reserved = u64::from(reserved);
             let slot = self.rule.first_slot(from, cost, open, reserved, advance);
             if slot < until || until == Micros::MAX {
@@ -133,11 +123,11 @@ impl LimitState {
 
     /// Returns the units that are reserved for other clients at a moment.
     pub(super) fn reserved(&self, at: Micros) -> u64 {
-        let reserved = self
-            .external
-            .as_ref()
-            .map(|external| external.reserved_from(at, self.size()));
-        reserved.map_or(0, |(units, _)| u64::from(units))
+        let external = self.external.as_ref();
+        external.map_or(0, |external| {
+            let (units, _) = external.reserved_from(at, self.limit);
+            u64::from(units)
+        })
     }
 
     /// Takes back permits that were not used.
@@ -158,100 +148,52 @@ impl LimitState {
         self.external = None;
     }
 
-    /// Takes in how much the upstream states is left, for a ledger that was made at `made_at`.
-    /// Permits with stamps up to `sent` may have reached the upstream. Returns whether less is
-    /// allowed than before.
+    /// Takes in how much the upstream states is left, for a ledger that was made at `made_at`. Returns
+    /// whether less is allowed than before.
     pub(super) fn see(
         &mut self,
         left: &UpstreamRemaining,
         now: Micros,
-        sent: Micros,
         made_at: Micros,
+        transit_slack: Micros,
         advance: &[AdvanceBooking],
     ) -> bool {
-        let size @ Size { count, window } = self.size();
         if left.forget {
             self.forget_others();
             return false;
         }
-        let ago = micros_up(left.ago);
-        let units = u32::try_from(left.units).unwrap_or(u32::MAX);
+        // Permits with stamps up to this moment may have reached the upstream.
+        let until = now + LONGEST_LIFE.max(micros_up(self.limit.window()) / 20) + transit_slack;
         let (least, most) = match &mut self.rule {
             Algorithm::Window(log) => {
-                let (least, most) = log.used_until(sent);
-                let until = advance.iter().filter(|booking| booking.stamp <= sent);
-                let booked: u64 = until.map(|booking| booking.units).sum();
+                let (least, most) = log.used_until(until);
+                let booked = advance.iter().filter(|booking| booking.stamp <= until);
+                let booked: u64 = booked.map(|booking| booking.units).sum();
                 (least + booked, most + booked)
             }
-            Algorithm::Fixed(fixed) => (fixed.used(now, advance), fixed.used(now, advance)),
-            Algorithm::Bucket(bucket) => return bucket.see(now, ago, left.units),
+            Algorithm::Fixed(fixed) => {
+                let used = fixed.used(now, advance);
+                (used, used)
+            }
+            Algorithm::Bucket(bucket) => return bucket.see(now, micros_up(left.ago), left.units),
         };
-        let is_recent = left.steady || ago <= OLDEST_RESPONSE.max(window / 20);
-        let resets_at = left
-            .reset_in
-            .filter(|_| is_recent)
-            .map(|reset_in| now.saturating_add(micros_up(reset_in)));
-        let is_used_by_others =
-            resets_at.is_some() && u64::from(count.saturating_sub(units)) > most;
-        if self.external.is_none() && !is_used_by_others && left.refused == 0 && !left.urgent {
-            return false;
-        }
-        let (steady, refused) = (left.steady && resets_at.is_some(), left.refused);
-        let ends = resets_at
-            .filter(|_| steady)
-            .unwrap_or(now.saturating_add(window));
-        // If it is not known when the upstream's count began, the log has to know the window that
-        // ends now. A tenth of the window may be missing.
-        let known_from = if steady { ends } else { now };
-        let log_is_complete = made_at.saturating_add(window - window / 10) <= known_from;
-        let external = self
-            .external
-            .get_or_insert_with(|| Box::new(ExternalUsage::new(ends, log_is_complete)));
-        if steady || refused > 0 {
-            external.begin(ends, log_is_complete);
-        }
-        let valid_until = now.saturating_add(micros_up(left.valid_for));
-        let stated_at = now.saturating_sub(ago);
-        let statement = Statement {
-            now,
-            left: units,
-            stated_at,
-            resets_at,
-            steady,
-            refused,
-            valid_until,
-        };
-        external.see(
-            size,
-            statement,
-            Ours {
-                least,
-                most,
-                until: sent,
-            },
-        )
+        let ours = Ours { least, most, until };
+        ExternalUsage::see(&mut self.external, left, ours, now, made_at)
     }
 
     /// Forgets what no longer matters at `now`.
     pub(super) fn advance(&mut self, now: Micros) {
         self.rule.advance(now);
-        let size = self.size();
-        if self
-            .external
-            .as_mut()
-            .is_some_and(|external| !external.roll(now, size))
-        {
+        let external = self.external.as_mut();
+        if external.is_some_and(|external| !external.roll(now, self.limit)) {
             self.external = None;
         }
     }
 
     /// Returns the first moment from which a new state of the limit would grant the same.
     pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
-        let size = self.size();
-        let external = self
-            .external
-            .as_ref()
-            .map_or(0, |external| external.forgotten_from(size));
-        self.rule.fresh_from(advance).max(external)
+        let external = self.external.as_ref();
+        let forgotten_from = external.map_or(0, |external| external.forgotten_from(self.limit));
+        self.rule.fresh_from(advance).max(forgotten_from)
     }
 }

@@ -38,8 +38,8 @@ fn constants_of_rules_are_those_of_their_twins() {
         "bucket.lua" "LONGEST_AGO", "bucket.rs" "LONGEST_AGO: Micros";
         "fixed.lua" "MOST_WINDOWS", "fixed.rs" "MOST_WINDOWS: usize";
         "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
-        "external.lua" "LONGEST_LIFE", "limit_set.rs" "LONGEST_LIFE: Micros";
-        "external.lua" "OLDEST_RESPONSE", "limit_state.rs" "OLDEST_RESPONSE: Micros";
+        "external.lua" "LONGEST_LIFE", "limit_state.rs" "LONGEST_LIFE: Micros";
+        "external.lua" "OLDEST_RESPONSE", "external.rs" "OLDEST_RESPONSE: Micros";
         "advance.lua" "TOLERANCE", "advance.rs" "TOLERANCE: Micros";
         "advance.lua" "MOST_ADVANCE", "advance.rs" "MOST: usize";
         "advance.lua" "MOST_JOINED_WINDOWS", "fixed.rs" "MOST_JOINED_WINDOWS: u64";
