@@ -125,9 +125,7 @@ impl Lending {
 
     /// Returns how many units of `limit` stay free when somebody borrows.
     pub fn kept(&self, limit: Limit) -> u32 {
-        let most = u64::from(limit.largest_cost());
-        let lent = most * u64::from(self.0.percent) / 100;
-        u32::try_from(most - lent).unwrap_or(u32::MAX)
+        kept(limit, self.0.percent)
     }
 
     /// Returns the limits of the part, and then its pace.
@@ -147,6 +145,13 @@ impl Lending {
             is_pace.then(|| Quota::of_limits(others.iter().copied(), quota.most_in_flight()));
         without.flatten().unwrap_or(quota)
     }
+}
+
+/// Returns how many units of `limit` stay free if borrowers may use `percent` of it.
+pub(super) fn kept(limit: Limit, percent: u8) -> u32 {
+    let most = u64::from(limit.largest_cost());
+    let lent = most * u64::from(percent) / 100;
+    u32::try_from(most - lent).unwrap_or(u32::MAX)
 }
 
 /// The longest margin that a pace is recognised with.

@@ -6,6 +6,7 @@
 use super::advance::AdvanceBooking;
 use super::algorithm::{Algorithm, PermitTime};
 use super::external::{ExternalUsage, Ours};
+use super::lending::kept;
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
 
@@ -91,9 +92,8 @@ impl LimitState {
         open: PermitTime,
         advance: &[AdvanceBooking],
     ) -> Micros {
-        let most = u64::from(self.limit.largest_cost());
-        let cost = cost + most - most * u64::from(percent) / 100;
-        if cost > most {
+        let cost = cost + u64::from(kept(self.limit, percent));
+        if cost > u64::from(self.limit.largest_cost()) {
             return Micros::MAX;
         }
         self.first_slot(from, cost, open, advance)
