@@ -156,10 +156,13 @@ impl Fixed {
 
     /// Returns the units used in the window of this number, without the advance bookings.
     fn units_in(&self, window: u64) -> u64 {
-        let at = self
-            .used
-            .binary_search_by_key(&window, |&(window, _)| window);
-        at.map_or(0, |index| self.used[index].1)
+        self.place(window).map_or(0, |index| self.used[index].1)
+    }
+
+    /// Returns the index of the window of this number in `used`, or where it would be.
+    fn place(&self, number: u64) -> Result<usize, usize> {
+        self.used
+            .binary_search_by_key(&number, |&(window, _)| window)
     }
 
     /// Returns the first slot, not before `from`, for `cost` units. The whole life of the permit
@@ -234,10 +237,7 @@ impl Fixed {
 
     /// Adds units to the window of this number.
     fn add(&mut self, number: u64, units: u64) {
-        match self
-            .used
-            .binary_search_by_key(&number, |&(window, _)| window)
-        {
+        match self.place(number) {
             Ok(index) => self.used[index].1 += units,
             Err(index) => self.used.insert(index, (number, units)),
         }
@@ -250,10 +250,7 @@ impl Fixed {
 
     /// Takes back units that were not used.
     pub(super) fn subtract(&mut self, slot: Micros, units: u64) {
-        if let Ok(index) = self
-            .used
-            .binary_search_by_key(&self.number(slot), |&(window, _)| window)
-        {
+        if let Ok(index) = self.place(self.number(slot)) {
             self.used[index].1 = self.used[index].1.saturating_sub(units);
         }
     }

@@ -29,14 +29,10 @@ impl ReturnedSlots {
     /// Adds a slot. If there are then too many, removes the last slot and returns it.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
         let slots = &mut self.slots;
-        let index =
-            slots.partition_point(|other| (other.slot, other.stamp) < (unused.slot, unused.stamp));
-        let same =
-            |other: &&mut UnusedPermits| (other.slot, other.stamp) == (unused.slot, unused.stamp);
-        if let Some(other) = slots.get_mut(index).filter(same) {
-            other.units += unused.units;
-        } else {
-            slots.insert(index, unused);
+        let order = |unused: &UnusedPermits| (unused.slot, unused.stamp);
+        match slots.binary_search_by_key(&order(&unused), order) {
+            Ok(index) => slots[index].units += unused.units,
+            Err(index) => slots.insert(index, unused),
         }
         if slots.len() > MOST {
             slots.pop()
