@@ -413,7 +413,6 @@ impl Ledger {
             });
         }
         let cost = u64::from(cost);
-        let transit_slack = micros_up(spec.transit_slack());
         let open = open(spec, life, borrows);
         let from = self.earliest().max(earliest);
         // No permit has an earlier slot than the one before it, so each search goes on from there.
@@ -422,7 +421,7 @@ impl Ledger {
             let (slot, limit) = self.first_slot(reached, cost, open);
             let take = |returned: &mut ReturnedSlots| {
                 let span = from..=slot.min(latest);
-                returned.take(span, cost, count, life, transit_slack)
+                returned.take(span, cost, count, open)
             };
             if let Some(grant) = self.returned_mut().and_then(take) {
                 count -= grant.count;
@@ -430,15 +429,10 @@ impl Ledger {
                 continue;
             }
             if slot > latest {
-                let returned = self
-                    .returned()
-                    .and_then(|returned| returned.first(from, cost, life, transit_slack));
-                return Err(TooLate {
-                    slot: returned.map_or(slot, |returned| returned.min(slot)),
-                    limit,
-                });
+                let slot = self.or_returned(slot, from, cost, open);
+                return Err(TooLate { slot, limit });
             }
-            let stamp = slot + life + transit_slack;
+            let stamp = slot + open.length();
             let fits = if open.borrows.is_some() {
                 1
             } else {
@@ -493,16 +487,15 @@ impl Ledger {
         if count == 0 {
             return None;
         }
-        let earliest = self.earliest();
-        let slot = self.first_slot(earliest, u64::from(count), open(spec, life, false));
-        if slot.0 > self.now {
+        let open = open(spec, life, false);
+        let (slot, _) = self.first_slot(self.earliest(), u64::from(count), open);
+        if slot > self.now {
             return None;
         }
-        let stamp = self.now + life + micros_up(spec.transit_slack());
-        self.limits
-            .insert(self.now, self.now, stamp, u64::from(count));
+        let stamp = slot + open.length();
+        self.limits.insert(self.now, slot, stamp, u64::from(count));
         Some(Booking {
-            slot: self.now,
+            slot,
             life,
             stamp,
             count,
@@ -650,11 +643,17 @@ impl Ledger {
             return Micros::MAX;
         }
         let (earliest, cost) = (self.earliest(), u64::from(cost));
-        let slot = self.first_slot(earliest, cost, open(spec, life, false)).0;
-        let transit_slack = micros_up(spec.transit_slack());
-        self.returned()
-            .and_then(|returned| returned.first(earliest, cost, life, transit_slack))
-            .map_or(slot, |returned| returned.min(slot))
+        let open = open(spec, life, false);
+        let (slot, _) = self.first_slot(earliest, cost, open);
+        self.or_returned(slot, earliest, cost, open)
+    }
+
+    /// Returns `slot`, or the first returned slot for `cost` if that is earlier, and not before
+    /// `from`.
+    fn or_returned(&self, slot: Micros, from: Micros, cost: u64, open: PermitTime) -> Micros {
+        let returned = self.returned();
+        let returned = returned.and_then(|returned| returned.first(from, cost, open));
+        returned.map_or(slot, |returned| returned.min(slot))
     }
 
     /// Returns the returned slots, if there may be some.

@@ -13,6 +13,7 @@
 
 use std::ops::RangeInclusive;
 
+use super::algorithm::PermitTime;
 use super::{Booking, Micros, UnusedPermits};
 
 /// The returned slots of a key.
@@ -42,33 +43,21 @@ impl ReturnedSlots {
     }
 
     /// Returns the index of the first slot, not before `from`, that has `units` and at least half of
-    /// `life`.
-    fn position(
-        &self,
-        from: Micros,
-        units: u64,
-        life: Micros,
-        transit_slack: Micros,
-    ) -> Option<usize> {
+    /// the life of `open`.
+    fn position(&self, from: Micros, units: u64, open: PermitTime) -> Option<usize> {
         // If the round trips of a process have grown, it requests a longer life than that of the
         // slots it gave back. Half the life is better than a lost slot.
-        let long_enough =
-            |unused: &UnusedPermits| unused.slot + life / 2 + transit_slack <= unused.stamp;
+        let shortest = open.life / 2 + open.transit_slack;
         let fits = |unused: &UnusedPermits| {
-            unused.slot >= from && unused.units >= units && long_enough(unused)
+            unused.slot >= from && unused.units >= units && unused.slot + shortest <= unused.stamp
         };
         self.slots.iter().position(fits)
     }
 
-    /// Returns the first slot, not before `from`, that has `units` and at least half of `life`.
-    pub(super) fn first(
-        &self,
-        from: Micros,
-        units: u64,
-        life: Micros,
-        transit_slack: Micros,
-    ) -> Option<Micros> {
-        let index = self.position(from, units, life, transit_slack)?;
+    /// Returns the first slot, not before `from`, that has `units` and at least half of the life of
+    /// `open`.
+    pub(super) fn first(&self, from: Micros, units: u64, open: PermitTime) -> Option<Micros> {
+        let index = self.position(from, units, open)?;
         Some(self.slots[index].slot)
     }
 
@@ -79,10 +68,9 @@ impl ReturnedSlots {
         span: RangeInclusive<Micros>,
         cost: u64,
         count: u32,
-        life: Micros,
-        transit_slack: Micros,
+        open: PermitTime,
     ) -> Option<Booking> {
-        let index = self.position(*span.start(), cost, life, transit_slack)?;
+        let index = self.position(*span.start(), cost, open)?;
         let unused = &mut self.slots[index];
         if unused.slot > *span.end() {
             return None;
@@ -93,7 +81,7 @@ impl ReturnedSlots {
         unused.units -= u64::from(taken) * cost;
         let grant = Booking {
             slot: unused.slot,
-            life: unused.stamp - transit_slack - unused.slot,
+            life: unused.stamp - open.transit_slack - unused.slot,
             stamp: unused.stamp,
             count: taken,
         };
