@@ -610,9 +610,13 @@ impl Ledger {
             .first_slot(from, cost, open, advance(&self.rare))
     }
 
-    /// Returns a limit that applies and that the caller with the limits of `spec` does not state.
+    /// Returns a limit of another process that applies and that the caller with the limits of `spec` does not state. Those of
+    /// a set quota are of all processes.
     pub(crate) fn foreign(&self, spec: &LimitSpec) -> Option<Limit> {
-        self.limits.foreign(spec.limits())
+        match self.set_quota() {
+            Some(quota) if quota.is_set() => None,
+            _ => self.limits.foreign(spec.limits()),
+        }
     }
 
     /// Returns how many units could leave now.

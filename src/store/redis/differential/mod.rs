@@ -85,6 +85,7 @@ type Decided = (
     bool,
     u64,
     HoldState,
+    bool,
 );
 
 fn decided(lease: &Lease) -> Decided {
@@ -95,6 +96,7 @@ fn decided(lease: &Lease) -> Decided {
         lease.external_usage,
         lease.free,
         lease.hold,
+        lease.foreign.is_some(),
     )
 }
 

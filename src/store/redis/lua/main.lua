@@ -1,7 +1,7 @@
 
 -- ── the long way: the steps of a call ────────────────────────────────────────────────────────────
 --
--- Twin: src/limit/ledger.rs, `update` in limit_set.rs, and `book` in src/store/memory/booking.rs.
+-- Twin: src/limit/ledger.rs, `state` in limit_set.rs, and `book` in src/store/memory/booking.rs.
 -- Of step 4: differential/model/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, server_time (server_time.lua), all of call.lua, logical_time (time.lua),
