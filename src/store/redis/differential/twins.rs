@@ -36,6 +36,8 @@ fn constants_of_rules_are_those_of_their_twins() {
         "window.lua" "MOST_FINE", "long_log.rs" "MOST_FINE: usize";
         "bucket.lua" "MOST_DELAYED", "bucket.rs" "MOST_DELAYED: usize";
         "bucket.lua" "LONGEST_AGO", "bucket.rs" "LONGEST_AGO: Micros";
+        "bucket.lua" "MOST_TICKS", "bucket.rs" "MOST_TICKS: u128";
+        "bucket.lua" "UNIT_TICKS", "bucket.rs" "UNIT_TICKS: u128";
         "fixed.lua" "MOST_WINDOWS", "fixed.rs" "MOST_WINDOWS: usize";
         "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
         "external.lua" "LONGEST_LIFE", "limit_state.rs" "LONGEST_LIFE: Micros";

@@ -225,19 +225,19 @@ local function cold_advance()
     local cold = rule.cold()
 
     -- Returns when the bucket is full again before booking number i. `limit.replayed` keeps these
-    -- moments: q[i] and r[i], up to i = `to`.
+    -- moments: at[i] and early[i], up to i = `to`.
     local function replayed(limit, i)
       local moments = limit.replayed
-      if not moments or moments.q[1] ~= limit.full_at or moments.r[1] ~= limit.full_r then
-        moments = { q = { limit.full_at }, r = { limit.full_r }, to = 1 }
+      if not moments or moments.at[1] ~= limit.full_at or moments.early[1] ~= limit.early then
+        moments = { at = { limit.full_at }, early = { limit.early }, to = 1 }
         limit.replayed = moments
       end
       while moments.to < i do
         local k = moments.to
-        moments.q[k + 1], moments.r[k + 1] = cold.after(limit, moments.q[k], moments.r[k], list[k][STAMP], list[k][UNITS])
+        moments.at[k + 1], moments.early[k + 1] = cold.after(limit, moments.at[k], moments.early[k], list[k][STAMP], list[k][UNITS])
         moments.to = k + 1
       end
-      return moments.q[i], moments.r[i]
+      return moments.at[i], moments.early[i]
     end
 
     -- Returns the latest moment at which the bucket may be full again before booking number i, so that
@@ -246,55 +246,54 @@ local function cold_advance()
     local function latest_full(limit, i)
       local latest, from_here = limit.latest_full, booking_count - i + 1
       if not latest then
-        latest = { q = { [0] = NEVER }, r = { [0] = 0 }, to = 0 }
+        latest = { [0] = NEVER, to = 0 }
         limit.latest_full = latest
       end
       while latest.to < from_here do
         local n = latest.to
         local booking = list[booking_count - n]
-        latest.q[n + 1], latest.r[n + 1] = cold.latest_full_before(limit, booking[SLOT], booking[STAMP], booking[UNITS],
-          latest.q[n], latest.r[n])
+        latest[n + 1] = cold.latest_full_before(limit, booking[SLOT], booking[STAMP], booking[UNITS], latest[n])
         latest.to = n + 1
       end
-      return latest.q[from_here], latest.r[from_here]
+      return latest[from_here]
     end
 
-    -- Returns what a function of the plain rule returns for a bucket that is full again at q and r.
-    local function with_moment(limit, q, r, plain_function, ...)
-      local full_at, full_r = limit.full_at, limit.full_r
-      limit.full_at, limit.full_r = q, r
+    -- Returns what a function of the plain rule returns for a bucket that is full again at `at`, `early`.
+    local function with_moment(limit, at, early, plain_function, ...)
+      local full_at, full_early = limit.full_at, limit.early
+      limit.full_at, limit.early = at, early
       local result = plain_function(limit, ...)
-      limit.full_at, limit.full_r = full_at, full_r
+      limit.full_at, limit.early = full_at, full_early
       return result
     end
 
     function rule.first_slot(limit, from, cost, life)
       read_all()
-      local i, least = first_from(from + 1), cold.refill(limit, cost)
+      local i, least = first_from(from + 1), math.floor(cost * limit.unit / limit.ticks)
       while list[i] do
-        local q, r = replayed(limit, i)
-        local latest, latest_r = latest_full(limit, i)
-        if q + least <= latest then
-          local slot = with_moment(limit, q, r, plain.first_slot, from, cost)
-          q, r = cold.after(limit, q, r, slot + life + state.slack, cost)
-          if slot < list[i][SLOT] and (q < latest or (q == latest and r <= latest_r)) then return slot end
+        local at, early = replayed(limit, i)
+        local latest = latest_full(limit, i)
+        if at + least <= latest then
+          local slot = with_moment(limit, at, early, plain.first_slot, from, cost)
+          at = cold.after(limit, at, early, slot + life + state.slack, cost)
+          if slot < list[i][SLOT] and at <= latest then return slot end
         end
         from = list[i][SLOT]
         i = i + 1
       end
-      local q, r = replayed(limit, i)
-      return with_moment(limit, q, r, plain.first_slot, from, cost)
+      local at, early = replayed(limit, i)
+      return with_moment(limit, at, early, plain.first_slot, from, cost)
     end
 
     -- Returns how many units may leave at `slot`, with stamps that are `length` later.
     local function room(limit, slot, length)
       read_all()
       local i = first_from(slot + 1)
-      local q, r = replayed(limit, i)
-      local most = with_moment(limit, q, r, plain.room, slot)
+      local at, early = replayed(limit, i)
+      local most = with_moment(limit, at, early, plain.room, slot)
       if not list[i] then return most end
-      q, r = cold.after(limit, q, r, slot + length, 0)
-      return cold.most_between(limit, most, q, r, latest_full(limit, i))
+      at, early = cold.after(limit, at, early, slot + length, 0)
+      return cold.most_between(limit, most, at, early, latest_full(limit, i))
     end
 
     function rule.room(limit, slot, life)
@@ -307,8 +306,8 @@ local function cold_advance()
 
     function rule.fresh_from(limit)
       read_all()
-      local q, r = replayed(limit, booking_count + 1)
-      return with_moment(limit, q, r, plain.fresh_from)
+      local at = replayed(limit, booking_count + 1)
+      return at
     end
   end
 

@@ -5,82 +5,42 @@
 -- After a change: cargo test --all-features --lib differential
 -- needs: layout.lua, `state` and `entries` (state.lua)
 --
--- The bucket keeps the moment at which it will be full again, `full_at`. src/limit/bucket.rs
--- explains this and the other fields.
+-- The bucket keeps the moment at which it will be full again. src/limit/bucket.rs explains this, the
+-- other fields, and ticks: `ticks` of them are a microsecond, and a unit is refilled in `unit` of them.
 --
--- Moments and spans are exact: two numbers m and r, with r < count, stand for m + r / count
--- microseconds. Names such as `full_at` and `full_r`, or q and r, are such a pair. Rust keeps both
--- as one wide integer, microseconds times count.
+-- That moment is `early` ticks before the microsecond `full_at`, and `early` is less than `ticks`. So
+-- `full_at` is the first whole microsecond at which the bucket is full, and compares with slots and
+-- stamps. Names such as `at` and `early` are such a pair. Rust keeps the moment as one wide integer,
+-- in ticks.
 
 -- Returns the functions of this kind of limit.
 local function bucket_rule()
   local MOST_DELAYED = 32
   -- The greatest age that is assumed of a statement of the upstream, in microseconds.
   local LONGEST_AGO = 5000000
+  -- The most ticks in which a whole bucket is refilled, if a unit takes exactly as long as the quota says.
+  local MOST_TICKS = 4503599627370496
+  -- The fewest ticks in which a unit of any other bucket is refilled.
+  local UNIT_TICKS = 1048576
 
-  -- Divides and returns quotient and remainder, exactly, although p / by may be rounded.
-  local function divide(p, by)
-    local q = math.floor(p / by)
-    local r = p - q * by
-    if r < 0 then
-      return q - 1, r + by
-    elseif r >= by then
-      return q + 1, r - by
-    end
-    return q, r
+  -- Returns a moment moved back by `ticks`. Less than zero moves it later.
+  local function moved_back(limit, at, early, ticks)
+    early = early + ticks
+    local whole = math.floor(early / limit.ticks)
+    return at - whole, early - whole * limit.ticks
   end
 
-  -- Returns a * b / by and its remainder, exactly, for a, b and by up to about 2^30.
-  local function product(a, b, by)
-    if a * b < NEVER then
-      return divide(a * b, by)
-    end
-    local high = math.floor(a / 32768)
-    local q1, r1 = divide(high * b, by)
-    local q0, r0 = divide(r1 * 32768 + (a - high * 32768) * b, by)
-    return q1 * 32768 + q0, r0
+  -- Returns when a bucket is full again after a permit. Before the permit, it is full at `at`, `early`.
+  local function after(limit, at, early, stamp, units)
+    if stamp >= at then at, early = stamp, 0 end
+    return moved_back(limit, at, early, -units * limit.unit)
   end
 
-  -- Returns how long `units` take to be refilled.
-  local function refill(limit, units)
-    local whole, rest = divide(limit.window, limit.count)
-    local q, r = product(units, rest, limit.count)
-    return units * whole + q, r
-  end
-
-  -- Returns whether a moment is before another one.
-  local function less(q, r, other, other_r)
-    return q < other or (q == other and r < other_r)
-  end
-
-  -- Returns a moment or span minus another one.
-  local function minus(limit, q, r, other, other_r)
-    q, r = q - other, r - other_r
-    if r < 0 then
-      q, r = q - 1, r + limit.count
-    end
-    return q, r
-  end
-
-  -- Returns a moment or span plus another one.
-  local function plus(limit, q, r, other, other_r)
-    q, r = q + other, r + other_r
-    if r >= limit.count then
-      q, r = q + 1, r - limit.count
-    end
-    return q, r
-  end
-
-  -- Returns the first moment, in whole microseconds, at which the bucket holds `units`.
+  -- Returns the first whole microsecond at which the bucket holds `units`.
   local function room_for(limit, units)
-    local missing = limit.capacity - units
-    local q, r = limit.full_at, limit.full_r
-    if missing > 0 then
-      local ahead, ahead_r = refill(limit, missing)
-      q, r = minus(limit, q, r, ahead, ahead_r)
-    end
-    if q < 0 then return 0 end
-    return r > 0 and q + 1 or q
+    local missing = limit.capacity > units and limit.capacity - units or 0
+    local at = moved_back(limit, limit.full_at, limit.early, missing * limit.unit)
+    return at
   end
 
   -- Returns the first moment, not before `from`, at which `cost` units may leave.
@@ -89,31 +49,11 @@ local function bucket_rule()
     return slot > from and slot or from
   end
 
-  -- Returns how many units are refilled in a span of at most the time for the capacity, and how long
-  -- they take. The quotient may be rounded; the two loops correct it.
-  local function refilled(limit, q, r)
-    local units = math.floor((q * limit.count + r) / limit.window)
-    local span, span_r = refill(limit, units)
-    while less(q, r, span, span_r) do
-      units = units - 1
-      span, span_r = refill(limit, units)
-    end
-    while true do
-      local next_span, next_r = refill(limit, units + 1)
-      if less(q, r, next_span, next_r) then return units, span, span_r end
-      units, span, span_r = units + 1, next_span, next_r
-    end
-  end
-
   -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
-    local q, r = limit.full_at - slot, limit.full_r
-    if q < 0 then return limit.capacity end
-    local most, most_r = refill(limit, limit.capacity)
-    if not less(q, r, most, most_r) then return 0 end
-    local missing, span, span_r = refilled(limit, q, r)
-    if less(span, span_r, q, r) then missing = missing + 1 end
-    return limit.capacity - missing
+    local missing = math.ceil(((limit.full_at - slot) * limit.ticks - limit.early) / limit.unit)
+    if missing < 0 then missing = 0 end
+    return missing < limit.capacity and limit.capacity - missing or 0
   end
 
   -- Forgets the order of the permits that are booked ahead. From now on none of them is taken back
@@ -128,21 +68,15 @@ local function bucket_rule()
   -- Takes the units of a permit out of the bucket. If its slot is later than the bucket requires,
   -- because another limit delayed it, the permit becomes an entry.
   local function insert(limit, slot, stamp, units)
-    local before, before_r = limit.full_at, limit.full_r
-    local earlier = less(stamp, 0, before, before_r)
-    local queued = earlier and room_for(limit, units) == slot
-    if earlier then
-      local refundable, refundable_r = minus(limit, before, before_r, stamp, 0)
-      if less(refundable, refundable_r, limit.refundable, limit.refundable_r) then
-        limit.refundable, limit.refundable_r = refundable, refundable_r
-      end
+    local before, before_early = limit.full_at, limit.early
+    local queued = stamp < before and room_for(limit, units) == slot
+    if stamp >= before then
+      limit.base_at, limit.refundable = stamp, NEVER
     else
-      limit.full_at, limit.full_r = stamp, 0
-      limit.base_at, limit.base_r = stamp, 0
-      limit.refundable, limit.refundable_r = NEVER, 0
+      local refundable = (before - stamp) * limit.ticks - before_early
+      if refundable < limit.refundable then limit.refundable = refundable end
     end
-    local span, span_r = refill(limit, units)
-    limit.full_at, limit.full_r = plus(limit, limit.full_at, limit.full_r, span, span_r)
+    limit.full_at, limit.early = after(limit, before, before_early, stamp, units)
     if slot <= state.now then
       forget_queue(limit)
     elseif queued then
@@ -150,8 +84,8 @@ local function bucket_rule()
     else
       local list = entries(limit)
       list[#list + 1] = {
-        slot = slot, units = units, before = before, before_r = before_r,
-        after = limit.full_at, after_r = limit.full_r, queued_from = limit.queued_from,
+        slot = slot, units = units, before = before, before_early = before_early,
+        after = limit.full_at, after_early = limit.early, queued_from = limit.queued_from,
       }
       if #list > MOST_DELAYED then table.remove(list, 1) end
       limit.queued_from, limit.n, limit.dirty = NEVER, #list, true
@@ -161,7 +95,7 @@ local function bucket_rule()
 
   -- Returns the first moment at which the bucket is full.
   local function fresh_from(limit)
-    return limit.full_r > 0 and limit.full_at + 1 or limit.full_at
+    return limit.full_at
   end
 
   local function advance() end
@@ -173,25 +107,25 @@ local function bucket_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
-      refundable_r, queued_from = struct.unpack(BUCKET_RECORD, s, from)
+    local kind, count, window, capacity, guard, last_stated, n, room, full_at, early, base, refundable, queued_from,
+      unit, ticks = struct.unpack(BUCKET_RECORD, s, from)
     return {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
-      room = room, full_at = full_at, full_r = full_r, base_at = base_at, base_r = base_r, refundable = refundable,
-      refundable_r = refundable_r, queued_from = queued_from, base = 0, rule = 0, ours = false, dirty = false, list = false,
+      room = room, full_at = full_at, early = early, refundable = refundable, queued_from = queued_from, unit = unit,
+      ticks = ticks, base_at = base, base = 0, rule = 0, ours = false, dirty = false, list = false,
     }
   end
 
   -- Packs the record.
   local function record(limit)
     return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.full_at, limit.full_r, limit.base_at, limit.base_r, limit.refundable, limit.refundable_r,
-      limit.queued_from, 0, 0, 0)
+      limit.n, limit.room, limit.full_at, limit.early, limit.base_at, limit.refundable, limit.queued_from, limit.unit,
+      limit.ticks, 0, 0, 0)
   end
 
   local rule = {
     entry = DELAYED, size = DELAYED_SIZE,
-    fields = { 'slot', 'units', 'before', 'before_r', 'after', 'after_r', 'queued_from' },
+    fields = { 'slot', 'units', 'before', 'before_early', 'after', 'after_early', 'queued_from' },
     first_slot = first_slot, room = room, insert = insert, fresh_from = fresh_from, advance = advance,
     free = free, read = read, record = record,
   }
@@ -199,20 +133,24 @@ local function bucket_rule()
   -- Returns the rule with the functions that few calls need.
   function rule.cold()
     if rule.subtract then return rule end
-    rule.refill = refill
+    rule.after = after
+
+    -- Returns whether a moment is after another one.
+    local function is_later(at, early, other, other_early)
+      return at > other or (at == other and early < other_early)
+    end
 
     -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
     -- these units. So they leave the bucket empty at most. If fewer units count for this reason,
     -- earlier permits can no longer be taken back.
     function rule.charge(limit, _, stamp, units)
-      local empty, empty_r = refill(limit, limit.capacity)
-      empty = state.now + empty
-      if less(empty, empty_r, limit.full_at, limit.full_r) then empty, empty_r = limit.full_at, limit.full_r end
+      local empty, empty_early = moved_back(limit, state.now, 0, -limit.capacity * limit.unit)
+      if is_later(limit.full_at, limit.early, empty, empty_early) then
+        empty, empty_early = limit.full_at, limit.early
+      end
       insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
-      if less(empty, empty_r, limit.full_at, limit.full_r) then
-        limit.full_at, limit.full_r = empty, empty_r
-        limit.base_at, limit.base_r = empty, empty_r
-        limit.refundable, limit.refundable_r = NEVER, 0
+      if is_later(limit.full_at, limit.early, empty, empty_early) then
+        limit.full_at, limit.early, limit.base_at, limit.refundable = empty, empty_early, empty, NEVER
       end
     end
 
@@ -221,19 +159,19 @@ local function bucket_rule()
       return slot >= limit.queued_from and room_for(limit, 0) == slot
     end
 
-    -- Returns the last delayed permit if it has this slot and the bucket is full at q and r after it.
-    local function delayed_to(limit, i, slot, q, r)
+    -- Returns the last delayed permit if it has this slot and the bucket is full at `at`, `early` after it.
+    local function delayed_to(limit, i, slot, at, early)
       local delayed = i > 0 and entries(limit)[i]
-      return delayed and delayed.slot == slot and delayed.after == q and delayed.after_r == r and delayed
+      return delayed and delayed.slot == slot and delayed.after == at and delayed.after_early == early and delayed
     end
 
     -- Returns whether these units are all of the last delayed permits that have this slot.
     local function are_last_delayed(limit, slot, units)
-      local i, q, r = limit.n, limit.full_at, limit.full_r
-      local delayed = delayed_to(limit, i, slot, q, r)
+      local i, at, early = limit.n, limit.full_at, limit.early
+      local delayed = delayed_to(limit, i, slot, at, early)
       while delayed and delayed.units < units do
-        units, i, q, r = units - delayed.units, i - 1, delayed.before, delayed.before_r
-        delayed = delayed_to(limit, i, slot, q, r)
+        units, i, at, early = units - delayed.units, i - 1, delayed.before, delayed.before_early
+        delayed = delayed_to(limit, i, slot, at, early)
       end
       return delayed and delayed.units == units
     end
@@ -247,38 +185,28 @@ local function bucket_rule()
     -- in order, or of the last delayed ones. Any other permit is taken back as far as `refundable`
     -- allows.
     function rule.subtract(limit, slot, stamp, units)
-      local span, span_r = refill(limit, units)
       if is_last_queued(limit, slot) then
-        limit.full_at, limit.full_r = minus(limit, limit.full_at, limit.full_r, span, span_r)
+        limit.full_at, limit.early = moved_back(limit, limit.full_at, limit.early, units * limit.unit)
         return
       end
-      local delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.full_r)
+      local delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
       while delayed and units > 0 do
         local taken = units < delayed.units and units or delayed.units
-        span, span_r = refill(limit, taken)
         units, delayed.units = units - taken, delayed.units - taken
-        delayed.after, delayed.after_r = minus(limit, delayed.after, delayed.after_r, span, span_r)
-        limit.full_at, limit.full_r, limit.dirty = delayed.after, delayed.after_r, true
+        delayed.after, delayed.after_early = moved_back(limit, delayed.after, delayed.after_early, taken * limit.unit)
+        limit.full_at, limit.early, limit.dirty = delayed.after, delayed.after_early, true
         if delayed.units == 0 then
-          limit.full_at, limit.full_r, limit.queued_from = delayed.before, delayed.before_r, delayed.queued_from
+          limit.full_at, limit.early, limit.queued_from = delayed.before, delayed.before_early, delayed.queued_from
           limit.list[limit.n] = nil
           limit.n = #limit.list
         end
-        delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.full_r)
+        delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
       end
-      if units == 0 then return end
-      span, span_r = refill(limit, units)
-      if less(stamp, 0, limit.base_at, limit.base_r) then return end
-      local back, back_r = minus(limit, limit.full_at, limit.full_r, limit.base_at, limit.base_r)
-      if back < 0 then back, back_r = 0, 0 end
-      if less(span, span_r, back, back_r) then back, back_r = span, span_r end
-      if less(limit.refundable, limit.refundable_r, back, back_r) then
-        back, back_r = limit.refundable, limit.refundable_r
-      end
-      limit.full_at, limit.full_r = minus(limit, limit.full_at, limit.full_r, back, back_r)
-      if limit.refundable < NEVER then
-        limit.refundable, limit.refundable_r = minus(limit, limit.refundable, limit.refundable_r, back, back_r)
-      end
+      if units == 0 or stamp < limit.base_at then return end
+      local since_base = (limit.full_at - limit.base_at) * limit.ticks - limit.early
+      local back = math.max(0, math.min(units * limit.unit, limit.refundable, since_base))
+      limit.full_at, limit.early = moved_back(limit, limit.full_at, limit.early, back)
+      limit.refundable = limit.refundable - back
       forget_queue(limit)
     end
 
@@ -286,8 +214,8 @@ local function bucket_rule()
     -- left. From now on the bucket holds at most these and the units refilled since. Returns
     -- whether it held more.
     function rule.see(limit, ago, left)
-      local back, rest = divide((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.count, limit.window)
-      local gone = room(limit, state.now) - (left + back + (rest > 0 and 2 or 1))
+      local back = math.ceil((ago < LONGEST_AGO and ago or LONGEST_AGO) * limit.ticks / limit.unit) + 1
+      local gone = room(limit, state.now) - (left + back)
       if gone > 0 then
         state.changed = true
         insert(limit, state.now, state.now, gone)
@@ -295,35 +223,20 @@ local function bucket_rule()
       return gone > 0
     end
 
-    -- Returns when a bucket is full again after a permit. Before the permit, it is full at q and r.
-    function rule.after(limit, q, r, stamp, units)
-      if less(q, r, stamp, 0) then q, r = stamp, 0 end
-      local span, span_r = refill(limit, units)
-      return plus(limit, q, r, span, span_r)
+    -- Returns the latest whole microsecond at which a bucket may be full again before a permit, so that
+    -- the permit finds its units, and the bucket is full again at `latest` at the latest. If there is no
+    -- such moment, returns the slot: then earlier permits must leave the bucket full.
+    function rule.latest_full_before(limit, slot, stamp, units, latest)
+      local before = latest - math.ceil(units * limit.unit / limit.ticks)
+      if units > limit.capacity or before < stamp then return slot end
+      return math.min(before, slot + math.floor((limit.capacity - units) * limit.unit / limit.ticks))
     end
 
-    -- Returns the latest moment at which a bucket may be full again before a permit, so that the permit
-    -- finds its units, and the bucket is full again at q and r at the latest. If there is no such moment,
-    -- returns the slot: then earlier permits must leave the bucket full.
-    function rule.latest_full_before(limit, slot, stamp, units, q, r)
-      if units > limit.capacity then return slot, 0 end
-      local span, span_r = refill(limit, units)
-      q, r = minus(limit, q, r, span, span_r)
-      if less(q, r, stamp, 0) then return slot, 0 end
-      span, span_r = refill(limit, limit.capacity - units)
-      span = slot + span
-      if less(span, span_r, q, r) then return span, span_r end
-      return q, r
-    end
-
-    -- Returns how many of `most` units may leave a bucket that is full again at q and r, so that it is full
-    -- again at `latest` and `latest_r` at the latest.
-    function rule.most_between(limit, most, q, r, latest, latest_r)
-      if less(latest, latest_r, q, r) then return 0 end
-      q, r = minus(limit, latest, latest_r, q, r)
-      local span, span_r = refill(limit, most)
-      if not less(q, r, span, span_r) then return most end
-      return (refilled(limit, q, r))
+    -- Returns how many of `most` units may leave a bucket that is full again at `at`, `early`, so that it
+    -- is full again at `latest` at the latest.
+    function rule.most_between(limit, most, at, early, latest)
+      if latest < at then return 0 end
+      return math.min(most, math.floor(((latest - at) * limit.ticks + early) / limit.unit))
     end
 
     -- Returns how many units are missing now, without the advance bookings.
@@ -331,13 +244,14 @@ local function bucket_rule()
       return limit.capacity - room(limit, state.now)
     end
 
-    -- Makes a full bucket.
+    -- Makes a full bucket. src/limit/bucket.rs says which ticks it has.
     function rule.new(limit)
-      limit.full_at, limit.full_r = 0, 0
-      limit.base_at, limit.base_r = 0, 0
-      limit.refundable, limit.refundable_r = 0, 0
-      limit.queued_from = NEVER
-      limit.list = {}
+      limit.unit, limit.ticks = limit.window, limit.count
+      if limit.capacity * limit.window > MOST_TICKS then
+        limit.ticks = math.ceil(limit.count * UNIT_TICKS / limit.window)
+        limit.unit = math.ceil(limit.window * limit.ticks / limit.count)
+      end
+      limit.full_at, limit.early, limit.base_at, limit.refundable, limit.queued_from, limit.list = 0, 0, 0, 0, NEVER, {}
     end
 
     return rule

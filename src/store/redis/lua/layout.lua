@@ -176,10 +176,11 @@ local CHUNK_SIZE = 11
 local CHUNK_BLOCK = '<I7I4I7I4I7I4I7I4I7I4I7I4I7I4I7I4'
 local CHUNK_BLOCK_SIZE = 88
 
--- A bucket, then: I7 I4 full at; I7 I4 base; I7 I4 refundable, NEVER for no bound; I7 queued from,
--- NEVER for none; I7 I7 I2 zeros. A moment of a bucket is I7, whole microseconds, and I4, a
--- remainder in microseconds divided by the count. src/limit/bucket.rs explains the fields.
-local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I4I7I4I7I7I7I2'
+-- A bucket, then: I7 I4 full at; I7 base; I7 refundable, in ticks, NEVER for no bound; I7 queued from,
+-- NEVER for none; I7 ticks in which a unit is refilled; I4 ticks in a microsecond; I7 I4 I2 zeros.
+-- `full at` is I7, whole microseconds, and I4, how many ticks earlier it is. src/limit/bucket.rs
+-- explains the fields, and bucket.lua the ticks.
+local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I7I7I7I4I7I4I2'
 -- An entry is a delayed permit: it has a later slot than the bucket requires, because another limit
 -- delayed it. I7 slot; I4 units; I7 I4 full at, before the permit; I7 I4 full at, after it; I7
 -- queued from.

@@ -56,14 +56,12 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
       if asked_kind == BUCKET then
         -- The pace of a part counts permits of its owner, and does not limit them.
         local is_pace = lends and i == limit_count
-        local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, full_r, base_at, base_r, refundable,
-          refundable_r = struct.unpack(BUCKET_RECORD, head, record)
-        -- How far the bucket is from full, in microseconds / count. A moment is `full_at` and
-        -- `full_r` / count microseconds. The checks below make sure that all products are exact.
-        local missing = full_at > now and (full_at - now) * count + full_r or 0
+        local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, early, base, refundable, _, unit,
+          ticks = struct.unpack(BUCKET_RECORD, head, record)
+        -- How far the bucket is from full, in ticks. It is full `early` ticks before `full_at`.
+        local missing = full_at > now and (full_at - now) * ticks - early or 0
         if kind ~= BUCKET or asked_count ~= count or asked_window ~= window or asked_capacity ~= capacity or n > 0
-          or (capacity + 1) * window + (life + slack) * count >= NEVER or missing >= NEVER
-          or not is_pace and (cost > capacity or capacity - math.ceil(missing / window) < units) then
+          or not is_pace and (cost > capacity or capacity - math.ceil(missing / unit) < units) then
           is_unusual = true
           break
         end
@@ -71,28 +69,22 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
           last_stated, is_restated = lends and now + STATED_AHEAD or now, true
         end
         if lends then in_force_until = math.max(in_force_until, last_stated + math.floor(window * 5 / 2) + 1000000) end
-        -- The first whole microsecond at which the bucket is full.
-        local fresh = full_r > 0 and full_at + 1 or full_at
-        if fresh > remember_until then remember_until = fresh end
+        if full_at > remember_until then remember_until = full_at end
 
         if wait == 0 then
-          if stamp > full_at or (stamp == full_at and full_r == 0) then
-            full_at, full_r, base_at, base_r, refundable, refundable_r = stamp, 0, stamp, 0, NEVER, 0
-          elseif full_at - stamp < refundable or (full_at - stamp == refundable and full_r < refundable_r) then
-            refundable, refundable_r = full_at - stamp, full_r
+          if stamp >= full_at then
+            full_at, early, base, refundable = stamp, 0, stamp, NEVER
+          elseif (full_at - stamp) * ticks - early < refundable then
+            refundable = (full_at - stamp) * ticks - early
           end
-          local whole = math.floor(units * window / count)
-          full_at, full_r = full_at + whole, full_r + units * window - whole * count
-          if full_r >= count then
-            full_at, full_r = full_at + 1, full_r - count
-          end
-          local free = capacity - math.ceil(((full_at - now) * count + full_r) / window)
+          local whole = math.ceil((units * unit - early) / ticks)
+          full_at, early = full_at + whole, early + whole * ticks - units * unit
+          local free = capacity - math.ceil(((full_at - now) * ticks - early) / unit)
           if free < 0 then free = 0 end
           if free < free_after and not is_pace then free_after = free end
-          fresh = full_r > 0 and full_at + 1 or full_at
-          if fresh > fresh_from then fresh_from = fresh end
+          if full_at > fresh_from then fresh_from = full_at end
           records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, record_guard, last_stated, 0,
-            room, full_at, full_r, base_at, base_r, refundable, refundable_r, NEVER, 0, 0, 0)
+            room, full_at, early, base, refundable, NEVER, unit, ticks, 0, 0, 0)
         end
         region = region + room * DELAYED_SIZE
       else
