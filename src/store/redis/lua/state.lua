@@ -59,9 +59,9 @@ local function in_force_until(limit)
   return limit.last_stated + math.floor(limit.window * 5 / 2) + 1000000
 end
 
--- The delayed permits of buckets, the uses of fixed windows, the advance bookings and the returned
--- slots are short lists. They are read and written whole. An entry of a list has `size` bytes of a format. It is read into
--- a table with the given `fields`.
+-- The delayed permits of buckets, the uses of fixed windows and the returned slots are short lists. They
+-- are read and written whole. An entry of a list has `size` bytes of a format. It is read into a table
+-- with the given `fields`.
 
 -- Reads a list of n entries, which begins at `base`.
 local function read_list(base, n, format, size, fields)
