@@ -291,7 +291,8 @@ local function cold()
 
   -- Adds a limit that is new to this key. It starts with the use that the other limits remember. For a
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
-  -- or else the largest number of units in use.
+  -- or else the largest number of units in use. Returns the limit, and whether it counts each permit that
+  -- comes back, because it begins with a log of all of them.
   local function add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
@@ -306,6 +307,7 @@ local function cold()
       local used = other.rule.cold().used(other)
       if used > most_used then most_used = used end
     end
+    local knows_all = #state == 0 or same or (kind ~= FIXED and longest)
     rule.cold().new(limit)
     if same then
       limit.phase, limit.open_from, limit.last_stamp = same.phase, same.open_from, same.last_stamp
@@ -330,7 +332,7 @@ local function cold()
     state[#state + 1] = limit
     -- A state that is new is written only if the call uses something of it, or if it is that of a part.
     state.must_rewrite, state.changed = true, state.changed or state.existed or lends ~= nil
-    return limit
+    return limit, knows_all
   end
 
   -- Forgets the limits that no longer apply, from number `from` on. If too many are left, forgets

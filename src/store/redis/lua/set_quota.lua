@@ -41,15 +41,11 @@ local function cold_set_quota()
   -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
   -- not know.
   local function begin(kind, count, window, capacity, guard)
-    local quota, knows_all = state.quota, #state == 0
-    for i = 1, #state do
-      local other = state[i]
-      if kind == FIXED and other.kind == FIXED and other.window == window then knows_all = true end
-      if kind ~= FIXED and other.kind == WINDOW then knows_all = true end
-    end
+    local quota = state.quota
     quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
+    local limit, knows_all = cold().add(kind, count, window, capacity, guard)
     if not knows_all then quota.lost_until = quota.booked_until end
-    return cold().add(kind, count, window, capacity, guard)
+    return limit
   end
 
   -- Returns whether a limit may not count a permit that comes back, because the limits have changed
