@@ -14,13 +14,7 @@ pub(in crate::store::redis) fn read_holder_message(
 ) -> Result<(u64, HolderState), Garbled> {
     let mut message = ReplyReader(message);
     message.begins_with(IN_FLIGHT_MESSAGE)?;
-    let incarnation = message.long()?;
-    let changes = message.long()?;
-    let holder = message.long()?;
-    Ok((
-        holder,
-        HolderState::read(&mut message, incarnation, changes)?,
-    ))
+    Ok((message.long()?, HolderState::read(&mut message)?))
 }
 
 /// Reads a message about a key, from the channel of all stores. Returns the event, and the key as

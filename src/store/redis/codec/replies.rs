@@ -181,15 +181,11 @@ pub(in crate::store::redis) struct HolderState {
 }
 
 impl HolderState {
-    /// Reads the fields that replies and messages share at their end.
-    pub(super) fn read(
-        reply: &mut ReplyReader<'_>,
-        incarnation: u64,
-        changes: u64,
-    ) -> Result<Self, Garbled> {
+    /// Reads the fields that replies and messages share.
+    pub(super) fn read(reply: &mut ReplyReader<'_>) -> Result<Self, Garbled> {
         Ok(HolderState {
-            incarnation,
-            changes,
+            incarnation: reply.long()?,
+            changes: reply.long()?,
             number: reply.long()?,
             granted: reply.long()?,
             others_wait: reply.byte()? != 0,
@@ -218,10 +214,8 @@ pub(in crate::store::redis) fn read_claim_reply(reply: &[u8]) -> Result<ClaimRep
     let mut reply = ReplyReader(reply);
     reply.format()?;
     let publish_failed = reply.byte()? != 0;
-    let incarnation = reply.long()?;
-    let changes = reply.long()?;
     let now = reply.long()?;
-    let state = HolderState::read(&mut reply, incarnation, changes)?;
+    let state = HolderState::read(&mut reply)?;
     let first_expiry = Some(reply.span()?).filter(|span| !span.is_zero());
     Ok(ClaimReply {
         state,

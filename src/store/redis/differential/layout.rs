@@ -418,15 +418,15 @@ fn claim_replies_and_messages_are_read_field_by_field() {
             codec::read_claim_reply(&lua.pack("CLAIM_REPLY", &[1, 2, 3, 4, 5, 6, 7, 1, 8, 9]))
                 .unwrap();
         let state = codec::HolderState {
-            incarnation: 3,
-            changes: 4,
+            incarnation: 4,
+            changes: 5,
             number: 6,
             granted: 7,
             others_wait: true,
         };
         assert_eq!(
             (reply.state, reply.publish_failed, reply.now),
-            (state, true, 5)
+            (state, true, 3)
         );
         assert_eq!(
             (reply.first_expiry, reply.recovering),
@@ -441,7 +441,7 @@ fn claim_replies_and_messages_are_read_field_by_field() {
             "IN_FLIGHT_MESSAGE_FIELDS",
             &[u64::from(IN_FLIGHT_MESSAGE), 3, 4, 5, 6, 7, 1],
         );
-        assert_eq!(codec::read_holder_message(&message).unwrap(), (5, state));
+        assert_eq!(codec::read_holder_message(&message).unwrap(), (3, state));
         for cut in [false, true] {
             let fields = [u64::from(HOLD_MESSAGE), 3, 4, u64::from(cut)];
             let message = lua.pack("HOLD_MESSAGE_FIELDS", &fields);

@@ -232,7 +232,7 @@ for i = 1, #holders do
     if holder.has_new_slots or (others == 1 and holder.knows_others_wait == 0 and holder.taken > 0) then
       holder.knows_others_wait = others
       local published = redis.pcall('PUBLISH', ARGV[2] .. string.format('%.0f', holder.store),
-        struct.pack(IN_FLIGHT_MESSAGE_FIELDS, IN_FLIGHT_MESSAGE, incarnation, changes, holder.id, holder.number, holder.granted,
+        struct.pack(IN_FLIGHT_MESSAGE_FIELDS, IN_FLIGHT_MESSAGE, holder.id, incarnation, changes, holder.number, holder.granted,
           others))
       -- A table is an error. If PUBLISH fails, the holders must poll.
       if type(published) == 'table' then status = NOT_PUBLISHED end
@@ -265,5 +265,5 @@ local head = struct.pack(IN_FLIGHT_HEAD, FORMAT, count, #queue, incarnation, cha
 redis.call('SET', KEYS[1], head .. table.concat(records), 'PX', time_to_live)
 
 -- 5. The reply.
-return struct.pack(CLAIM_REPLY, FORMAT, status, incarnation, changes, now, claimant.number, claimant.granted, others_wait,
+return struct.pack(CLAIM_REPLY, FORMAT, status, now, incarnation, changes, claimant.number, claimant.granted, others_wait,
   first_expiry, recovering_until > now and recovering_until - now or 0)

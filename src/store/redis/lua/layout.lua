@@ -37,8 +37,8 @@ local QUOTA_MESSAGE = 6
 -- value follow.
 local REGISTER_MESSAGE = 2
 local REGISTER_MESSAGE_FIELDS = '<BI7'
--- A holder of calls in flight has new slots, or others wait, to one store. B kind; I7 incarnation;
--- I7 changes; I7 holder; I7 number; I7 granted; B others wait.
+-- A holder of calls in flight has new slots, or others wait, to one store. B kind; I7 holder; I7
+-- incarnation; I7 changes; I7 number; I7 granted; B others wait.
 local IN_FLIGHT_MESSAGE = 1
 local IN_FLIGHT_MESSAGE_FIELDS = '<BI7I7I7I7I7B'
 

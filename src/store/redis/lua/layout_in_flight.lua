@@ -9,7 +9,7 @@
 -- limit; I4 slots in use; I4 slots wanted in addition; I7 granted seen; I7 time to live. CLASS
 -- follows if the limit is divided among classes.
 local CLAIM_CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I4I4I4I7I7'
--- B format; B status; I7 incarnation; I7 changes; I7 now; I7 number; I7 granted; B others wait; I7
+-- B format; B status; I7 now; I7 incarnation; I7 changes; I7 number; I7 granted; B others wait; I7
 -- until the first other claim expires, 0 for never; I7 recovering for.
 local CLAIM_REPLY = '<BBI7I7I7I7I7BI7I7'
 -- B format; B status; I4 in use; I4 free.
