@@ -279,16 +279,6 @@ local function cold()
     end
   end
 
-  -- Books up to `most` of the units that are free now, but at most a quarter of the free units.
-  -- Returns how many, and their span.
-  local function prefetch(most, life)
-    local count = math.floor(free_now() / 4)
-    if count > most then count = most end
-    if count == 0 or first_slot(count, life, state.earliest) > state.now then return 0, 0 end
-    insert(state.now, state.now + life + state.slack, count)
-    return count, life + state.slack
-  end
-
   -- Adds a limit that is new to this key. It starts with the use that the other limits remember. For a
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
   -- or else the largest number of units in use. Returns the limit, and whether it counts each permit that
@@ -423,8 +413,8 @@ local function cold()
   end
 
   state.cold = {
-    log_end = log_end, note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge, prefetch = prefetch, add = add,
-    retain = retain, recover = recover, rewrite = rewrite,
+    log_end = log_end, note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge,
+    add = add, retain = retain, recover = recover, rewrite = rewrite,
   }
   return state.cold
 end

@@ -332,7 +332,12 @@ else
     end
   end
   if status == GRANTED and prefetch_most > 0 and not moment then
-    prefetched, prefetched_span = cold().prefetch(prefetch_most, prefetch_life)
+    -- At most a quarter of the units that are free now.
+    local count = math.min(prefetch_most, math.floor(free_now() / 4))
+    if count > 0 and first_slot(count, prefetch_life, state.earliest) <= now then
+      prefetched, prefetched_span = count, prefetch_life + state.slack
+      insert(now, now + prefetched_span, count)
+    end
   end
 end
 local free = status == GRANTED and not state.is_outdated and state.recovering_until <= now and free_now() or 0
