@@ -98,7 +98,7 @@ pub fn lease_later<S: Store>(
     request: &LeaseRequest<'_>,
 ) -> impl FnOnce(&S) -> StoreReply<Lease> + Send + 'static + use<S> {
     let owned = OwnedLeaseRequest::new(request);
-    move |store| store.lease(owned.request(&owned.demands))
+    move |store| store.lease(owned.as_request())
 }
 
 /// Returns the limits of a caller with this quota, which knows of the set quota of version `version`, 0 for none.

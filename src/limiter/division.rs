@@ -18,7 +18,7 @@ use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::LimitSpec;
-use crate::store::{ClientSession, HoldState, OwnedLeaseRequest, PeekRequest};
+use crate::store::{HoldState, LeaseRequest, PeekRequest};
 
 /// How soon a request looks again whether a round of statements has ended.
 const LOOKS_AGAIN: Duration = Duration::from_millis(5);
@@ -235,8 +235,8 @@ async fn state_part(
     whole: Option<&WholeLimits>,
 ) -> Result<StatementOutcome, StoreError> {
     let store = &part.settings.store;
-    let request = OwnedLeaseRequest::without_demands(key, spec, ClientSession::default());
-    let lease = store.lease(request.request(&[])).arrives().await?;
+    let request = LeaseRequest::new(key, spec, &[]);
+    let lease = store.lease(request).arrives().await?;
     let answered = clock::now();
     let mut undivided_until = None;
     if let Some(whole) = whole.filter(|_| lease.foreign.is_some()) {

@@ -34,9 +34,7 @@ use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, UnusedPermits};
-use crate::store::{
-    Claim, ClientSession, LeaseRequest, OwnedLeaseRequest, SetQuota, StoreListener, spawn,
-};
+use crate::store::{Claim, LeaseRequest, SetQuota, StoreListener, spawn};
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
 /// runtime does not run them in this time, the next call is sent without them.
@@ -222,13 +220,11 @@ impl Core {
             state.charge(ctx, units, sent_at, permit);
         });
         if let Err(Full) = charged {
-            let session = ClientSession::default();
-            let request = OwnedLeaseRequest::without_demands(key, &settings.spec, session);
             let charges = [Charge::new(now - sent_at, units)];
             let reply = settings.store.lease(LeaseRequest {
                 returns: permit.as_slice(),
                 charges: &charges,
-                ..request.request(&[])
+                ..LeaseRequest::new(key, &settings.spec, &[])
             });
             self.spawn(async move { drop(reply.arrives().await) });
         }

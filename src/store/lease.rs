@@ -49,6 +49,10 @@ pub struct LeaseRequest<'a> {
     pub borrows: bool,
     /// The calls of the joint request that this request is a part of, if the store may send them as
     /// one.
+    #[cfg_attr(
+        not(feature = "redis"),
+        allow(dead_code, reason = "the store in Redis reads it")
+    )]
     pub(crate) joint: Option<&'a JointCall>,
 }
 

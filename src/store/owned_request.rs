@@ -52,26 +52,6 @@ impl OwnedLeaseRequest {
         }
     }
 
-    /// Makes a request without demands.
-    pub(crate) fn without_demands(key: Key, spec: &Arc<LimitSpec>, session: ClientSession) -> Self {
-        OwnedLeaseRequest {
-            key,
-            spec: spec.clone(),
-            demands: SmallVec::new(),
-            prefetch: 0,
-            latest: Duration::ZERO,
-            validity: Duration::ZERO,
-            prefetch_validity: Duration::ZERO,
-            returns: SmallVec::new(),
-            charges: Vec::new(),
-            session,
-            hold: HoldState::default(),
-            remaining: None,
-            borrows: false,
-            sent: clock::now(),
-        }
-    }
-
     /// Makes the request state `reply`, which has just arrived at `now`, as what the process knows of the store.
     pub(crate) fn follow(&mut self, reply: &Lease, now: Instant) {
         self.session = ClientSession {
@@ -84,12 +64,12 @@ impl OwnedLeaseRequest {
         };
     }
 
-    /// Returns the request, with other demands.
-    pub(crate) fn request<'a>(&'a self, demands: &'a [Demand]) -> LeaseRequest<'a> {
+    /// Returns the request as a store takes it.
+    pub(crate) fn as_request(&self) -> LeaseRequest<'_> {
         LeaseRequest {
             key: self.key,
             spec: &self.spec,
-            demands,
+            demands: &self.demands,
             prefetch: self.prefetch,
             latest: self.latest,
             validity: self.validity,

@@ -55,7 +55,7 @@ async fn without_learned(
     request.returns.clear();
     request.charges.clear();
     request.remaining = None;
-    let again = store.lease(request.request(&request.demands));
+    let again = store.lease(request.as_request());
     again.arrives().await.map(without_quota)
 }
 

@@ -297,7 +297,7 @@ mod tests {
     use super::*;
     use crate::key::Key;
     use crate::quota::Quota;
-    use crate::store::{ClientSession, SetQuota};
+    use crate::store::{LeaseRequest, SetQuota};
 
     /// Fifty of a hundred units, and then five of twenty.
     #[test]
@@ -325,8 +325,7 @@ mod tests {
         history.record(&lease(5, Some(told)), &spec(own), now, now);
         let informed = Arc::new(spec(set).with_quota_version(1, slack));
         history.record(&lease(0, None), &informed, now, now);
-        let session = ClientSession::default();
-        let request = OwnedLeaseRequest::without_demands(Key::ALL, &informed, session);
+        let request = OwnedLeaseRequest::new(&LeaseRequest::new(Key::ALL, &informed, &[]));
         let ledger = history.start_standalone(&request, now, None);
         let share = *ledger.expect("it was granted units").spec.quota();
         assert_eq!(share, set.part(5, 20));

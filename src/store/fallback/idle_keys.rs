@@ -79,7 +79,7 @@ async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
         return true;
     };
     request.charges = charges;
-    let reply = inner.store.lease(request.request(&[])).arrives().await;
+    let reply = inner.store.lease(request.as_request()).arrives().await;
     let charged = |history: &mut GrantHistory| {
         // While there are permits that the store does not know of, the process stays alone. The limiter gives
         // these permits up with its next request.

@@ -26,7 +26,6 @@ mod idle_keys;
 mod share;
 mod standalone;
 
-use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
@@ -145,7 +144,7 @@ impl Inner {
                     }
                     let ledger = history.standalone()?;
                     ledger.charge(&request.charges, now);
-                    Some(ledger.lease(&request.request(&request.demands), now, None))
+                    Some(ledger.lease(request, now, None))
                 };
                 let lease = self.with_history(request.key, now, go_alone);
                 let lease = lease.ok().flatten();
@@ -185,7 +184,6 @@ impl Inner {
             let ledger = history.standalone()?;
             ledger.charge(&charges, now);
             if !is_back {
-                let request = request.request(&request.demands);
                 let lease = ledger.lease(&request, now, probed.as_ref());
                 return Some(Decision::Alone(lease.map(Box::new)));
             }
@@ -215,11 +213,7 @@ impl Inner {
             request.follow(&reply, now);
         }
         request.sent = now;
-        let reply = self
-            .store
-            .lease(request.request(&request.demands))
-            .arrives()
-            .await;
+        let reply = self.store.lease(request.as_request()).arrives().await;
         if was_alone {
             // They are in the record of grants, and are not repeated.
             request.charges.clear();
@@ -228,17 +222,15 @@ impl Inner {
     }
 
     /// Calls the store without demands, to find out whether it replies and has its state.
-    fn probe(
-        &self,
-        request: &OwnedLeaseRequest,
-    ) -> impl Future<Output = Result<Lease, StoreError>> + use<> {
+    async fn probe(&self, request: &OwnedLeaseRequest) -> Result<Lease, StoreError> {
         let probe = LeaseRequest {
+            demands: &[],
             prefetch: 0,
             remaining: None,
             returns: &[],
-            ..request.request(&[])
+            ..request.as_request()
         };
-        self.store.lease(probe).arrives()
+        self.store.lease(probe).arrives().await
     }
 
     /// Takes back unused permits, each in the ledger that granted it.
@@ -274,11 +266,11 @@ impl Store for FallbackStore {
             let inner = inner.clone();
             return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned).await }));
         }
-        let now = LeaseRequest {
-            joint: request.joint,
-            ..owned.request(&owned.demands)
+        let of_store = LeaseRequest {
+            returns: &owned.returns,
+            ..request
         };
-        match inner.store.lease(now) {
+        match inner.store.lease(of_store) {
             StoreReply::Ready(reply) => StoreReply::Ready(inner.on_reply(&owned, reply)),
             StoreReply::Pending(reply) => {
                 let inner = inner.clone();

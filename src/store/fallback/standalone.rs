@@ -95,18 +95,17 @@ impl StandaloneLedger {
             since: self.session.since.saturating_add(since(self.requested_at)),
             ..self.session
         };
-        Some(OwnedLeaseRequest::without_demands(
-            key,
-            &self.whole_spec,
+        Some(OwnedLeaseRequest::new(&LeaseRequest {
             session,
-        ))
+            ..LeaseRequest::new(key, &self.whole_spec, &[])
+        }))
     }
 
     /// Decides about the demands of a request. What is granted is charged to the store later. `reply`
     /// is the store's reply to the same call, if there is one.
     pub(super) fn lease(
         &mut self,
-        request: &LeaseRequest<'_>,
+        request: &OwnedLeaseRequest,
         now: Instant,
         reply: Option<&Lease>,
     ) -> Result<Lease, StoreError> {
@@ -132,7 +131,7 @@ impl StandaloneLedger {
             returns: &[],
             // `charge` has counted them.
             charges: &[],
-            ..*request
+            ..request.as_request()
         };
         let mut lease = book(&mut self.ledger, moment, &own);
         if demands.len() < request.demands.len() {
