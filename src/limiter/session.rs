@@ -101,10 +101,9 @@ impl KeySession {
             self.granted_before = std::mem::take(&mut self.granted);
             self.granted.from = store_now;
         }
-        for grant in lease.grants.iter().chain(&lease.prefetched) {
+        for grant in lease.all_grants() {
             let until = clock::after(now, grant.wait.saturating_add(grant.validity));
-            self.granted
-                .add(u64::from(grant.cost) * u64::from(grant.count), until);
+            self.granted.add(grant.units(), until);
         }
     }
 

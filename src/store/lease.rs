@@ -186,22 +186,13 @@ impl Lease {
     /// Returns all permits of the lease as unused permits, for a caller that cannot use them.
     pub(crate) fn unused(&self) -> SmallVec<[UnusedPermits; 4]> {
         let incarnation = self.permit_incarnation();
-        let grants = self.grants.iter().chain(&self.prefetched);
-        let unused = grants.map(
-            |&Grant {
-                 cost,
-                 count,
-                 slot,
-                 stamp,
-                 ..
-             }| UnusedPermits {
-                slot,
-                stamp,
-                units: u64::from(cost) * u64::from(count),
-                incarnation,
-            },
-        );
-        unused.collect()
+        let grants = self.all_grants();
+        grants.map(|grant| grant.unused(incarnation)).collect()
+    }
+
+    /// Returns the grants for the demands, and the one in advance.
+    pub(crate) fn all_grants(&self) -> impl Iterator<Item = &Grant> {
+        self.grants.iter().chain(&self.prefetched)
     }
 
     /// Returns the incarnation of the ledger that granted the permits.
@@ -270,6 +261,16 @@ impl Grant {
             slot: 0,
             stamp: 0,
         }
+    }
+
+    /// Returns the units of all permits.
+    pub(crate) fn units(&self) -> u64 {
+        u64::from(self.cost) * u64::from(self.count)
+    }
+
+    /// Returns the permits as unused ones, which a ledger of this incarnation granted.
+    pub(crate) fn unused(&self, incarnation: u64) -> UnusedPermits {
+        UnusedPermits::new(self.slot, self.stamp, self.units(), incarnation)
     }
 }
 

@@ -16,7 +16,7 @@ use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
-use crate::store::{Grant, Lease, OwnedLeaseRequest, Source, StoreSession};
+use crate::store::{Lease, OwnedLeaseRequest, Source, StoreSession};
 
 /// How many parts a window has.
 const PARTS: u64 = 20;
@@ -157,11 +157,8 @@ impl GrantHistory {
         {
             self.granted.pop_front();
         }
-        for &Grant {
-            cost, count, slot, ..
-        } in lease.grants.iter().chain(&lease.prefetched)
-        {
-            self.add(slot, u64::from(cost) * u64::from(count));
+        for grant in lease.all_grants() {
+            self.add(grant.slot, grant.units());
         }
     }
 
@@ -297,7 +294,7 @@ mod tests {
     use super::*;
     use crate::key::Key;
     use crate::quota::Quota;
-    use crate::store::{LeaseRequest, SetQuota};
+    use crate::store::{Grant, LeaseRequest, SetQuota};
 
     /// Fifty of a hundred units, and then five of twenty.
     #[test]

@@ -13,7 +13,7 @@ use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_down
 use crate::rng::jittered;
 use crate::store::memory::book;
 use crate::store::{
-    ClientSession, Demand, Grant, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
+    ClientSession, Demand, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
 };
 
 /// The most entries of permits that the store does not know of, as far as merging can do that: with more, entries with
@@ -168,20 +168,8 @@ impl StandaloneLedger {
 
     /// Notes the permits of a lease, and states who has granted them.
     fn grant(&mut self, lease: Lease, now: Instant, reply: Option<&Lease>) -> Lease {
-        for &Grant {
-            cost,
-            count,
-            slot,
-            stamp,
-            ..
-        } in lease.grants.iter()
-        {
-            self.owe(UnusedPermits {
-                slot,
-                stamp,
-                units: u64::from(cost) * u64::from(count),
-                incarnation: Source::STANDALONE_INCARNATION,
-            });
+        for grant in lease.grants.iter() {
+            self.owe(grant.unused(Source::STANDALONE_INCARNATION));
         }
         let Lease {
             grants, refused, ..

@@ -420,7 +420,7 @@ impl World {
                 let limits =
                     limits.filter(|(limit, knows)| applying.contains(limit) && knows.is_certain);
                 let limits: Vec<_> = limits.collect();
-                for grant in lease.grants.iter().chain(&lease.prefetched) {
+                for grant in lease.all_grants() {
                     self.take_permits(grant, &limits, (used_at, jitter), unused.min(grant.count));
                 }
             }
@@ -553,12 +553,7 @@ impl World {
     fn parts(&mut self, grant: &Grant, limits: &[(Limit, Knows)]) -> Vec<Unused> {
         let version = self.version();
         let mut new = Unused {
-            permits: UnusedPermits {
-                slot: grant.slot,
-                stamp: grant.stamp,
-                units: u64::from(grant.cost) * u64::from(grant.count),
-                incarnation: 0,
-            },
+            permits: grant.unused(0),
             version,
             number: self.number,
             limits: limits.to_vec(),

@@ -7,7 +7,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
 use crate::store::{
-    Lease, LeaseRequest, MemoryStore, PeekRequest, Store, StoreReply, UnusedPermits, Usage,
+    Grant, Lease, LeaseRequest, MemoryStore, PeekRequest, Store, StoreReply, UnusedPermits, Usage,
 };
 
 /// A store in memory that decides when it is called. With `later`, its answers arrive later. It
@@ -40,10 +40,7 @@ impl Store for Wire {
             self.store.lease(request)
         };
         if let StoreReply::Ready(Ok(lease)) = &answer {
-            let grants = lease.grants.iter().chain(&lease.prefetched);
-            let units = grants
-                .map(|grant| u64::from(grant.cost) * u64::from(grant.count))
-                .sum();
+            let units = lease.all_grants().map(Grant::units).sum();
             self.granted.fetch_add(units, Ordering::Relaxed);
         }
         match answer {

@@ -175,13 +175,7 @@ impl Keys {
             seen: lease.now,
             ..ClientSession::default()
         };
-        let permits = lease.grants.iter().chain(&lease.prefetched);
-        self.unused[key].extend(permits.map(|grant| UnusedPermits {
-            slot: grant.slot,
-            stamp: grant.stamp,
-            units: u64::from(grant.cost) * u64::from(grant.count),
-            incarnation: lease.incarnation,
-        }));
+        self.unused[key].extend(lease.unused());
     }
 
     /// Takes permits to give back, as the step says.

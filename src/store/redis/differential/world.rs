@@ -11,7 +11,7 @@ use crate::key::Key;
 use crate::limit::{ChangeKind, Charge, Ledger, LimitSpec, Micros, UnusedPermits};
 use crate::store::memory::{book, hold, usage};
 use crate::store::{
-    Change, ClientSession, Demand, Grant, HoldState, Lease, LeaseRequest, PeekRequest, Usage,
+    Change, ClientSession, Demand, HoldState, Lease, LeaseRequest, PeekRequest, Usage,
 };
 
 /// The same history in both.
@@ -289,21 +289,8 @@ impl World {
     }
 
     pub(super) fn keep(&mut self, lease: &Lease) {
-        for &Grant {
-            cost,
-            count,
-            slot,
-            stamp,
-            ..
-        } in lease.grants.iter().chain(&lease.prefetched)
-        {
-            let units = u64::from(cost) * u64::from(count);
-            self.unused.push(UnusedPermits {
-                slot,
-                stamp,
-                units,
-                incarnation: self.incarnation,
-            });
-        }
+        let grants = lease.all_grants();
+        let unused = grants.map(|grant| grant.unused(self.incarnation));
+        self.unused.extend(unused);
     }
 }
