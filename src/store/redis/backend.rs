@@ -10,9 +10,8 @@ use super::cluster::Cluster;
 use super::connection::ServerRequest;
 use super::endpoint::{Connecting, FindServer};
 use super::failure::RedisFailure;
-use super::link::{Connections, Link, Links};
-use super::stats::{StoreStats, StoreTally};
-use crate::clock;
+use super::link::{Link, Links};
+use super::stats::StoreTally;
 use crate::error::StoreError;
 
 /// The channel of all stores with the same prefix and database. The channel of one store has its
@@ -24,7 +23,8 @@ pub(super) const TO_ALL: &str = "all";
 pub(super) struct Backend {
     /// The beginning of all channel names.
     channels: Arc<str>,
-    links: Links,
+    /// What the connections share.
+    pub(super) links: Links,
     servers: Servers,
 }
 
@@ -67,36 +67,6 @@ impl Backend {
             Servers::One(link, _) => link.keep().await,
             Servers::Cluster(cluster) => cluster.keep().await,
         }
-    }
-
-    /// Returns a subscription to new connections.
-    pub(super) fn connections(&self) -> Connections {
-        self.links.connections()
-    }
-
-    /// Returns the deadline of an operation that begins now.
-    pub(super) fn deadline(&self) -> Instant {
-        self.deadline_of(clock::now())
-    }
-
-    /// Returns the deadline of an operation that began at `start`.
-    pub(super) fn deadline_of(&self, start: Instant) -> Instant {
-        clock::after(start, self.links.store_timeout)
-    }
-
-    /// Returns the longest time that one call may take.
-    pub(super) fn store_timeout(&self) -> Duration {
-        self.links.store_timeout
-    }
-
-    /// Returns the counts of the store.
-    pub(super) fn tally(&self) -> &Arc<StoreTally> {
-        &self.links.tally
-    }
-
-    /// Returns the counts of the store, and whether it reaches the servers.
-    pub(super) fn stats(&self) -> StoreStats {
-        self.links.tally.stats(self.is_up())
     }
 
     /// Returns whether all connections are there. `None` if none was tried.

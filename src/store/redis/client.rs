@@ -85,7 +85,7 @@ impl Client {
             return Ok(running);
         }
         let running = worker::start(self).map_err(|error| {
-            self.backend.tally().late(kind);
+            self.backend.links.tally.late(kind);
             StoreError::away(format!("its thread cannot be started: {error}"))
         })?;
         Ok(self.running.get_or_init(|| running))
@@ -133,7 +133,7 @@ impl Client {
             return Some(error);
         }
         let away = self.backend.down(key)?;
-        self.backend.tally().late(kind);
+        self.backend.links.tally.late(kind);
         Some(away)
     }
 
@@ -155,7 +155,11 @@ impl Client {
             let (backend, script) = (&client.backend, client.script(kind));
             match kind {
                 // The script about registers reads no clock.
-                CallKind::Register => script.run(backend, &keys, &call, backend.deadline()).await,
+                CallKind::Register => {
+                    script
+                        .run(backend, &keys, &call, backend.links.deadline())
+                        .await
+                }
                 _ => script.run_by_memory(backend, &keys, call, packed).await,
             }
         });
@@ -219,7 +223,10 @@ impl Client {
         reply: impl Future<Output = Result<Vec<u8>, StoreError>> + Send + 'static,
         read: impl FnOnce(&[u8]) -> Result<T, Garbled> + Send + 'static,
     ) -> ReplyFuture<T> {
-        let (store_timeout, tally) = (self.backend.store_timeout(), self.backend.tally().clone());
+        let (store_timeout, tally) = (
+            self.backend.links.store_timeout,
+            self.backend.links.tally.clone(),
+        );
         Box::pin(async move {
             let reply = reply.await.inspect_err(|error| {
                 // The task has panicked. A run counts all other errors.
@@ -269,8 +276,10 @@ impl Client {
         call: &[Argument],
     ) -> Result<Vec<u8>, StoreError> {
         let (script, backend) = (self.script(CallKind::Permits), &self.backend);
-        let reply = script.run(backend, keys, call, backend.deadline()).await?;
-        backend.tally().in_time();
+        let reply = script
+            .run(backend, keys, call, backend.links.deadline())
+            .await?;
+        backend.links.tally.in_time();
         Ok(reply)
     }
 
@@ -279,9 +288,9 @@ impl Client {
         let client = self.clone();
         self.spawn(CallKind::Permits, async move {
             let backend = &client.backend;
-            let pong = backend.send_any(redis::cmd("PING"), backend.deadline());
+            let pong = backend.send_any(redis::cmd("PING"), backend.links.deadline());
             pong.await?;
-            backend.tally().in_time();
+            backend.links.tally.in_time();
             Ok(())
         })
     }

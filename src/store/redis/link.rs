@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use redis::{RedisError, Value};
 use tokio::sync::{Notify, watch};
-use tokio::task::JoinSet;
+use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{timeout, timeout_at};
 
 use super::connection::{Connection, Factory, ServerRequest};
@@ -33,6 +33,7 @@ const QUIET: Duration = Duration::from_secs(30);
 /// The state that all links of a store share.
 #[derive(Clone)]
 pub(super) struct Links {
+    /// The longest time that one call may take.
     pub(super) store_timeout: Duration,
     /// The counts of the store.
     pub(super) tally: Arc<StoreTally>,
@@ -55,6 +56,16 @@ impl Links {
     /// Returns a subscription to new connections.
     pub(super) fn connections(&self) -> Connections {
         Connections(self.made.subscribe())
+    }
+
+    /// Returns the deadline of an operation that begins now.
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline_of(clock::now())
+    }
+
+    /// Returns the deadline of an operation that began at `start`.
+    pub(super) fn deadline_of(&self, start: Instant) -> Instant {
+        clock::after(start, self.store_timeout)
     }
 
     fn count(&self) -> u64 {
@@ -166,15 +177,20 @@ impl Link {
                 () = clock::sleep_until(self.quiet_at()) => {}
             }
             if clock::now() >= self.quiet_at() {
-                let link = self.clone();
-                // In a task of its own, because a connection that the user made may panic.
-                let asking = tokio::spawn(async move {
-                    let deadline = clock::after(clock::now(), link.links.store_timeout);
-                    link.send(redis::cmd("PING").into(), deadline).await.is_ok()
-                });
-                let _ = asking.await;
+                let _ = self.ping().await;
             }
         }
+    }
+
+    /// Sends a PING, which finds out whether the connection works. It is sent even if the handle is dropped.
+    pub(super) fn ping(self: &Arc<Self>) -> JoinHandle<()> {
+        let link = self.clone();
+        // In a task of its own, because a connection that the user made may panic.
+        tokio::spawn(async move {
+            let _ = link
+                .send(redis::cmd("PING").into(), link.links.deadline())
+                .await;
+        })
     }
 
     /// Returns when the next PING is due.

@@ -123,7 +123,7 @@ fn publish_empty(backend: Backend, channel: &str) -> impl Future<Output = bool> 
     command.arg(channel).arg("");
     // In a task of its own, because a connection that the user made may panic.
     let published = tokio::spawn(async move {
-        match backend.send_any(command, backend.deadline()).await {
+        match backend.send_any(command, backend.links.deadline()).await {
             Ok(_) => true,
             Err(failure) => matches!(failure.to_error(), StoreError::Failed(_)),
         }

@@ -214,7 +214,7 @@ impl Script {
         mut call: Vec<Argument>,
         mut packed: Instant,
     ) -> Result<Vec<u8>, StoreError> {
-        let deadline = backend.deadline_of(packed);
+        let deadline = backend.links.deadline_of(packed);
         let mut prompt_runs = 0;
         loop {
             let reply = self.run(backend, keys, &call, deadline).await?;
@@ -232,7 +232,7 @@ impl Script {
                 ""
             };
             if !why.is_empty() {
-                backend.tally().of_no_use(self.kind);
+                backend.links.tally.of_no_use(self.kind);
                 return Err(StoreError::failed(why));
             }
             // The first arguments are the calls, one for each key.
@@ -261,7 +261,7 @@ impl Script {
         let start = clock::now();
         let ran = self.send(backend, keys, call, deadline).await;
         let took = clock::now().saturating_duration_since(start);
-        backend.tally().count(self.kind, took, &ran);
+        backend.links.tally.count(self.kind, took, &ran);
         ran
     }
 

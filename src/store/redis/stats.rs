@@ -266,7 +266,7 @@ pub(crate) mod stores {
             stores.retain(|store| !store.is_last());
         }
         stores.push(KnownStore {
-            tally: client.backend.tally().clone(),
+            tally: client.backend.links.tally.clone(),
             client: Arc::downgrade(client),
         });
     }

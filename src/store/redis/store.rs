@@ -143,12 +143,7 @@ impl RedisStore {
     where
         C: ConnectionLike + Clone + Send + Sync + 'static,
     {
-        let connection = connection::connection(connection);
-        let factory = Arc::new(move || Box::pin(std::future::ready(Ok(connection.clone()))) as _);
-        RedisStoreBuilder::of(Ok(Connecting::Server {
-            factory,
-            find_server: None,
-        }))
+        RedisStore::with_factory(move || std::future::ready(Ok(connection.clone())))
     }
 
     /// Returns a builder of a store over connections that `factory` makes: one when the store first
@@ -198,7 +193,8 @@ impl RedisStore {
     /// Returns what this store has done: its calls to Redis by kind and result, how long they took, and
     /// whether it reaches Redis now. Calls nothing.
     pub fn stats(&self) -> StoreStats {
-        self.client.backend.stats()
+        let backend = &self.client.backend;
+        backend.links.tally.stats(backend.is_up())
     }
 
     /// Returns the name of `key` in Redis. It is a digest, so no text of a user gets into Redis.
@@ -354,7 +350,7 @@ impl std::fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("RedisStore")
             .field("prefix", &self.prefix)
-            .field("store_timeout", &self.client.backend.store_timeout())
+            .field("store_timeout", &self.client.backend.links.store_timeout)
             .finish_non_exhaustive()
     }
 }

@@ -67,7 +67,7 @@ async fn dropped_stores_end_their_calls_and_their_thread() {
     let spec = Arc::new(LimitSpec::new(Quota::per_second(50), slack, slack));
     let peek = dropped.peek(PeekRequest::new(Key::ALL, &spec));
     dropped.give_back(Key::ALL, &spec, &granted.unused());
-    let tally = Arc::downgrade(dropped.client.backend.tally());
+    let tally = Arc::downgrade(&dropped.client.backend.links.tally);
     drop(dropped);
     assert!(peek.arrives().await.is_ok());
     // An exporter of metrics keeps the counts for longer.

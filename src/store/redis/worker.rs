@@ -65,9 +65,9 @@ pub(super) fn start(client: &Client) -> io::Result<Running> {
             client.script(CallKind::InFlight).clone(),
             instance,
         ),
-        connections: backend.connections(),
+        connections: backend.links.connections(),
         subscription,
-        tally: backend.tally().clone(),
+        tally: backend.links.tally.clone(),
         to_tell,
         secret: client.secret,
     };

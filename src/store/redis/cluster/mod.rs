@@ -344,16 +344,9 @@ impl Cluster {
     /// first caller of each such server would wait for `store_timeout`.
     fn check_others(&self) {
         let table = read(&self.table);
-        for link in table
-            .nodes
-            .values()
-            .map(|node| node.link.clone())
-            .filter(|link| link.is_up() == Some(true))
-        {
-            let deadline = clock::after(clock::now(), self.links.store_timeout);
-            tokio::spawn(
-                async move { link.send(redis::cmd("PING").into(), deadline).await.is_ok() },
-            );
+        let links = table.nodes.values().map(|node| &node.link);
+        for link in links.filter(|link| link.is_up() == Some(true)) {
+            drop(link.ping());
         }
     }
 
@@ -400,8 +393,7 @@ impl Cluster {
         command.arg("SLOTS");
         let at = |error: &dyn std::fmt::Display| format!("{server}: {error}");
         let reply = if let Some(link) = link {
-            let deadline = clock::after(clock::now(), self.links.store_timeout);
-            link.send(command.into(), deadline).await?
+            link.send(command.into(), self.links.deadline()).await?
         } else {
             let asking = async {
                 let connection = connection::connect(&self.seeds.client(server)?).await?;

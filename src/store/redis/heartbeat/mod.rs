@@ -137,7 +137,7 @@ impl Claims {
             if holder.pending.is_none() {
                 self.send(id);
             } else {
-                self.set_timer(id, self.backend.deadline_of(now));
+                self.set_timer(id, self.backend.links.deadline_of(now));
             }
         }
         if now < self.looks_at {
@@ -245,7 +245,7 @@ impl Claims {
         };
         let pause = match reply {
             Ok(reply) => {
-                self.backend.tally().in_time();
+                self.backend.links.tally.in_time();
                 if reply.publish_failed && !self.is_warned {
                     self.is_warned = true;
                     events::store_cannot_tell();
