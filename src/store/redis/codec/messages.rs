@@ -2,10 +2,10 @@
 //! about registers.
 
 use super::{Garbled, HolderState, ReplyReader};
+use crate::store::StoreEvent;
 use crate::store::redis::layout::{
     HOLD_MESSAGE, IN_FLIGHT_MESSAGE, QUOTA_MESSAGE, REMAINING_MESSAGE,
 };
-use crate::store::{HoldState, StoreEvent};
 
 /// Reads a message to a holder, from the channel of this store. Returns the number of the holder,
 /// and its state.
@@ -22,11 +22,7 @@ pub(in crate::store::redis) fn read_holder_message(
 pub(in crate::store::redis) fn read_event(message: &[u8]) -> Result<(StoreEvent, &[u8]), Garbled> {
     let mut message = ReplyReader(message);
     let event = match message.byte()? {
-        HOLD_MESSAGE => StoreEvent::Hold(HoldState {
-            remaining: message.span()?,
-            releases: message.int()?,
-            cut: message.byte()? != 0,
-        }),
+        HOLD_MESSAGE => StoreEvent::Hold(message.hold()?),
         REMAINING_MESSAGE => StoreEvent::RemainingFell {
             writes: message.long()?,
         },

@@ -60,10 +60,7 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
             reply.long()?,
         ));
     }
-    let set_quota = match flags & WITH_QUOTA {
-        0 => None,
-        _ => Some(Box::new(reply.set_quota()?)),
-    };
+    let set_quota = reply.set_quota_by(flags)?;
     let until_wait_ends = Duration::from_micros(wait);
     let refused = match status {
         GRANTED | RECOVERING => None,
@@ -123,11 +120,7 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
     }
     let free = reply.long()?;
     let next_slot = span_or_never(&mut reply)?;
-    let hold = HoldState {
-        remaining: reply.span()?,
-        releases: reply.int()?,
-        cut: reply.byte()? != 0,
-    };
+    let hold = reply.hold()?;
     let recovering = reply.span()?;
     let mut limits = Vec::new();
     for _ in 0..reply.byte()? {
@@ -139,10 +132,7 @@ pub(in crate::store::redis) fn read_peek(reply: &[u8]) -> Result<Usage, Garbled>
             ..LimitUsage::new(limit, used, free)
         });
     }
-    let set_quota = match flags & WITH_QUOTA {
-        0 => None,
-        _ => Some(Box::new(reply.set_quota()?)),
-    };
+    let set_quota = reply.set_quota_by(flags)?;
     Ok(Usage {
         limits,
         free,

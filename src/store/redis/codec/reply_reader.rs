@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::LONG;
 use crate::limit::is_set;
 use crate::quota::{Limit, Quota};
-use crate::store::SetQuota;
-use crate::store::redis::layout::{BUCKET, FIXED, FORMAT, WINDOW};
+use crate::store::redis::layout::{BUCKET, FIXED, FORMAT, WINDOW, WITH_QUOTA};
+use crate::store::{HoldState, SetQuota};
 
 /// A reply that does not follow the format in `lua/layout.lua`.
 #[derive(Clone, Copy, Debug)]
@@ -81,6 +81,23 @@ impl<'a> ReplyReader<'a> {
             })),
             FIXED => Ok(Some(Limit::Fixed { count, window })),
             _ => Err(Garbled),
+        }
+    }
+
+    /// Reads a hold, which is followed by whether it was cut.
+    pub(super) fn hold(&mut self) -> Result<HoldState, Garbled> {
+        Ok(HoldState {
+            remaining: self.span()?,
+            releases: self.int()?,
+            cut: self.byte()? != 0,
+        })
+    }
+
+    /// Reads the set quota that follows a reply with these flags, if one does.
+    pub(super) fn set_quota_by(&mut self, flags: u8) -> Result<Option<Box<SetQuota>>, Garbled> {
+        match flags & WITH_QUOTA {
+            0 => Ok(None),
+            _ => Ok(Some(Box::new(self.set_quota()?))),
         }
     }
 

@@ -32,7 +32,7 @@ pub(super) struct Holder {
     /// The last claim of the limiter.
     pub(super) claim: Claim,
     /// The limiter, which is notified.
-    pub(super) listener: Arc<dyn StoreListener>,
+    listener: Arc<dyn StoreListener>,
     /// The number in Redis of the last claim, when it was sent first. `None` if it was not sent yet.
     pub(super) first_number: Option<u64>,
     /// The claim that has no reply yet, and when it was sent.
@@ -114,12 +114,7 @@ impl Holder {
         let valid_until = clock::after(sent, claim.ttl);
         self.valid_until = Some(valid_until);
         self.has_expired = false;
-        notify(
-            self.listener.clone(),
-            claim.key,
-            claim.holder,
-            StoreEvent::ClaimValidUntil(valid_until),
-        );
+        self.notify(StoreEvent::ClaimValidUntil(valid_until));
         let HolderState {
             incarnation,
             changes,
@@ -203,6 +198,11 @@ impl Holder {
             claim.wanted = claim.wanted.saturating_sub(slots);
         }
         let event = StoreEvent::in_flight(number, granted, others_wait, self.events);
+        self.notify(event);
+    }
+
+    /// Notifies the limiter of an event.
+    pub(super) fn notify(&self, event: StoreEvent) {
         notify(
             self.listener.clone(),
             self.claim.key,
@@ -248,12 +248,7 @@ impl Holder {
     pub(super) fn notify_if_expired(&mut self, now: Instant) {
         if self.expires_at().is_some_and(|expires| expires <= now) {
             self.has_expired = true;
-            notify(
-                self.listener.clone(),
-                self.claim.key,
-                self.claim.holder,
-                StoreEvent::ClaimExpired,
-            );
+            self.notify(StoreEvent::ClaimExpired);
         }
     }
 }

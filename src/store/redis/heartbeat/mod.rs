@@ -25,7 +25,6 @@ use crate::clock::{self, SleepMark};
 use crate::error::StoreError;
 use crate::events;
 use crate::rng::{Backoff, dice};
-use crate::store::in_flight::notify;
 use crate::store::{Claim, StoreEvent, StoreListener};
 use flush::Flush;
 use holder::Holder;
@@ -254,12 +253,7 @@ impl Claims {
             }
             Err(error) => {
                 holder.on_error(&claim, now);
-                notify(
-                    holder.listener.clone(),
-                    claim.key,
-                    id,
-                    StoreEvent::Failed(error.clone()),
-                );
+                holder.notify(StoreEvent::Failed(error.clone()));
                 if holder.claim.is_over() {
                     self.flushes
                         .iter_mut()
