@@ -240,8 +240,6 @@ pub use quota::Quota;
 #[doc(inline)]
 pub use signal::Signal;
 pub use stats::drain_all;
-#[cfg(not(feature = "unstable-store"))]
-pub(crate) use store::delegate_store;
 #[doc(inline)]
 pub use throttle::{Throttle, ThrottlePermit};
 

@@ -71,7 +71,9 @@ struct Distant {
 }
 
 impl Store for Distant {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);

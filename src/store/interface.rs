@@ -66,7 +66,42 @@ use crate::limit::{LimitSpec, UnusedPermits};
 /// A store never waits. It states the slot of a permit, and the limiter waits for it.
 ///
 /// No method may block, because a limiter calls some of them while it holds a lock.
+///
+/// # A store around another store
+///
+/// A decorator returns the store that it is around from [`inner`](Store::inner). A method that it does
+/// not implement then calls that store.
+///
+/// ```
+/// use std::sync::atomic::{AtomicU64, Ordering};
+/// use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
+///
+/// /// Counts the calls that book.
+/// struct Counted {
+///     store: MemoryStore,
+///     calls: AtomicU64,
+/// }
+///
+/// impl Store for Counted {
+///     fn inner(&self) -> Option<&dyn Store> {
+///         Some(&self.store)
+///     }
+///
+///     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+///         self.calls.fetch_add(1, Ordering::Relaxed);
+///         self.store.lease(request)
+///     }
+/// }
+/// ```
 pub trait Store: Send + Sync + 'static {
+    /// Returns the store that this one is around. By default `None`.
+    ///
+    /// The default of each other method calls this store. What the docs say of a default is for a store
+    /// that is around none.
+    fn inner(&self) -> Option<&dyn Store> {
+        None
+    }
+
     /// Takes back unused permits, then books the demands of the request.
     ///
     /// # Errors
@@ -80,8 +115,12 @@ pub trait Store: Send + Sync + 'static {
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease>;
 
     /// Takes back unused permits of `key`. Does not block and cannot fail: a permit that does not
-    /// arrive expires.
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]);
+    /// arrive expires. The default does nothing.
+    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
+        if let Some(inner) = self.inner() {
+            inner.give_back(key, spec, unused);
+        }
+    }
 
     /// Takes in how many calls of a key a limiter has in flight, and how many more in-flight slots
     /// it wants. Does not block.
@@ -93,6 +132,9 @@ pub trait Store: Send + Sync + 'static {
     /// The default is for a store that does not count calls in flight: it notifies of
     /// [`StoreError::Unsupported`].
     fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
+        if let Some(inner) = self.inner() {
+            return inner.claim(claim, listener);
+        }
         let unsupported = StoreError::Unsupported("limits of calls in flight");
         listener
             .clone()
@@ -114,13 +156,20 @@ pub trait Store: Send + Sync + 'static {
     /// # Cancel safety
     ///
     /// The change takes effect even if the caller drops the reply.
-    fn change(&self, _key: Key, _spec: &Arc<LimitSpec>, _change: Change) -> StoreReply<InForce> {
-        StoreReply::Ready(Err(StoreError::Unsupported("holds and set quotas")))
+    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
+        match self.inner() {
+            Some(inner) => inner.change(key, spec, change),
+            None => StoreReply::unsupported("holds and set quotas"),
+        }
     }
 
     /// Notifies `listener` of holds, set quotas and registers from now on, until the listener is
     /// dropped. The default does nothing: then a process learns of them from the replies of the store only.
-    fn listen(&self, _listener: Weak<dyn StoreListener>) {}
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
+        if let Some(inner) = self.inner() {
+            inner.listen(listener);
+        }
+    }
 
     /// Reads or changes a register of a key. A change is made only if no other process has changed
     /// the register since it was read. Listeners are notified of a change by
@@ -137,15 +186,18 @@ pub trait Store: Send + Sync + 'static {
     /// # Cancel safety
     ///
     /// If the caller drops the reply, the register may or may not have been changed.
-    fn compare_and_set(&self, _change: RegisterRequest) -> StoreReply<Register> {
-        StoreReply::Ready(Err(StoreError::Unsupported("registers")))
+    fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
+        match self.inner() {
+            Some(inner) => inner.compare_and_set(change),
+            None => StoreReply::unsupported("registers"),
+        }
     }
 
     /// Returns the address at which other processes notify the [listeners](Store::listen) of this
     /// store, for [`Recipients::One`](super::Recipients::One). At most 2^53. By default 0, which means that no process can
     /// notify this store alone.
     fn address(&self) -> u64 {
-        0
+        self.inner().map_or(0, |inner| inner.address())
     }
 
     /// Returns the state of a key, and when one more request could leave. Consumes nothing.
@@ -155,12 +207,18 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the state could not be read.
+    /// [`StoreError`] if the state could not be read. The default always fails with
+    /// [`StoreError::Unsupported`].
     ///
     /// # Cancel safety
     ///
     /// The caller may drop the reply.
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage>;
+    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
+        match self.inner() {
+            Some(inner) => inner.peek(request),
+            None => StoreReply::unsupported("questions about the use of a key"),
+        }
+    }
 
     /// Returns the label of `key` in errors and events, for keys other than [`Key::ALL`] and hosts.
     /// By default eight hex digits, different in each process.
@@ -169,7 +227,10 @@ pub trait Store: Send + Sync + 'static {
     /// processes. A reader must not be able to confirm a guessed name, so a label is never a digest
     /// without a secret.
     fn label(&self, key: Key) -> Label {
-        key.process_label()
+        match self.inner() {
+            Some(inner) => inner.label(key),
+            None => key.process_label(),
+        }
     }
 
     /// Returns the executor of the limiter's tasks, on a thread of the store's own. The tasks are
@@ -179,7 +240,7 @@ pub trait Store: Send + Sync + 'static {
     /// waiters of the key. If that runtime stops, the call counts as lost after a second, and is
     /// made again.
     fn background(&self) -> Option<&dyn Background> {
-        None
+        self.inner()?.background()
     }
 
     /// Completes when all permits that were given back before have arrived. By default at once.
@@ -192,7 +253,10 @@ pub trait Store: Send + Sync + 'static {
     ///
     /// The permits arrive even if the caller drops the reply.
     fn flush(&self) -> StoreReply<()> {
-        StoreReply::Ready(Ok(()))
+        match self.inner() {
+            Some(inner) => inner.flush(),
+            None => StoreReply::Ready(Ok(())),
+        }
     }
 }
 
@@ -235,6 +299,11 @@ pub enum StoreReply<T> {
 }
 
 impl<T> StoreReply<T> {
+    /// Returns the reply of a store that lacks the capability `what`.
+    fn unsupported(what: &'static str) -> Self {
+        StoreReply::Ready(Err(StoreError::Unsupported(what)))
+    }
+
     /// Waits for the reply.
     ///
     /// # Errors

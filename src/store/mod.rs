@@ -17,7 +17,6 @@
 #![cfg_attr(not(feature = "unstable-store"), allow(unreachable_pub, dead_code))]
 
 mod change;
-mod delegate;
 mod fallback;
 mod hold;
 mod in_flight;
@@ -44,8 +43,6 @@ pub(crate) use custom::*;
 #[cfg(feature = "unstable-store")]
 #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
 pub use custom::*;
-#[cfg(not(feature = "unstable-store"))]
-pub(crate) use delegate::delegate_store;
 pub(crate) use fallback::{FallbackStore, Share};
 pub(crate) use interface::{label, spawn};
 pub(crate) use joint_call::JointCall;

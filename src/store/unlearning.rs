@@ -78,7 +78,9 @@ fn after_end(mut request: PeekRequest, reply: &Result<Usage, StoreError>) -> Opt
 }
 
 impl Store for UnlearningStore {
-    crate::delegate_store!(self => *self.0; implements lease, peek);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.0)
+    }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let (store, asked) = (self.0.clone(), request.clone());

@@ -11,10 +11,7 @@ use counted::{Counted, largest_count};
 use futures::FutureExt;
 use futures::future::join_all;
 use tokio::time::{Instant, sleep};
-use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError, StoreReply,
-    UnusedPermits, Usage,
-};
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreError, StoreReply};
 use tollgate::{Key, Limited, Limiter, Quota, RateLimitLayer};
 
 /// A memory store behind a network: each call takes `trip` there and back.
@@ -45,6 +42,10 @@ impl Remote {
 }
 
 impl Store for Remote {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.store)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         let count = self.under_way.fetch_add(1, Ordering::Relaxed) + 1;
@@ -65,14 +66,6 @@ impl Store for Remote {
             answer
         }))
     }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.store.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.store.peek(request)
-    }
 }
 
 /// A store that may lose its state, and has not: permits granted earlier are confirmed before they
@@ -80,7 +73,9 @@ impl Store for Remote {
 struct Lossy(Arc<Remote>);
 
 impl Store for Lossy {
-    tollgate::delegate_store!(self => *self.0; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.0)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         match self.0.lease(request) {
@@ -168,7 +163,9 @@ struct Silent {
 }
 
 impl Store for Silent {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         match self.is_silent.load(Ordering::Relaxed) {
@@ -519,17 +516,13 @@ fn runtime() -> tokio::runtime::Runtime {
 struct Stalling(MemoryStore);
 
 impl Store for Stalling {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.0)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         std::thread::sleep(millis(15));
         self.0.lease(request)
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.0.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.0.peek(request)
     }
 }
 
@@ -551,7 +544,9 @@ struct LateLeases {
 }
 
 impl Store for LateLeases {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let trip = *self.trip.lock().unwrap();

@@ -32,7 +32,9 @@ impl Background for Client {
 }
 
 impl Store for Client {
-    tollgate::delegate_store!(self => *self.store; implements lease, compare_and_set, background);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let lease = self.store.lease(request);

@@ -3,14 +3,13 @@
 use crate::support::over;
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use over::over;
 use tokio::time::{Instant, sleep};
 use tollgate::store::{
-    Change, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store,
-    StoreListener, StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply, UnusedPermits,
 };
 use tollgate::{Key, Limiter, Quota, RateLimitLayer};
 
@@ -41,6 +40,10 @@ impl Remote {
 }
 
 impl Store for Remote {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.shared)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Relaxed);
         let StoreReply::Ready(reply) = self.shared.lease(request) else {
@@ -56,18 +59,6 @@ impl Store for Remote {
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         self.calls.fetch_add(1, Relaxed);
         self.shared.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.shared.peek(request)
-    }
-
-    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
-        self.shared.change(key, spec, change)
-    }
-
-    fn listen(&self, listener: Weak<dyn StoreListener>) {
-        self.shared.listen(listener);
     }
 }
 

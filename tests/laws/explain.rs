@@ -11,7 +11,7 @@ use support::{Failing, Upstream, get, ms, now, pass, settle};
 use tokio::task::JoinHandle;
 use tollgate::limiter::{Because, Explanation, QuotaSource, Verdict};
 use tollgate::quota::Limit;
-use tollgate::store::{MemoryStore, PeekRequest, Store, StoreReply, Usage};
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, PeekRequest, Store, StoreReply, Usage};
 use tollgate::{
     Cost, HeaderTrust, Key, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer, Reason,
     RequestRef,
@@ -83,7 +83,13 @@ fn is_text(text: &str, expected: &str) {
 struct Recovers(MemoryStore);
 
 impl Store for Recovers {
-    tollgate::delegate_store!(self => self.0; implements peek);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.0)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.0.lease(request)
+    }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let StoreReply::Ready(Ok(mut usage)) = self.0.peek(request) else {

@@ -116,7 +116,9 @@ impl Distant {
 }
 
 impl Store for Distant {
-    tollgate::delegate_store!(self => self.store; implements lease, peek);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.later(self.store.lease(request))

@@ -446,7 +446,9 @@ struct Switched {
 }
 
 impl Store for Switched {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         if self.is_away.load(Ordering::SeqCst) {

@@ -636,7 +636,9 @@ struct Hooked {
 }
 
 impl Store for Hooked {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let hook = self.hook.lock().unwrap().take();

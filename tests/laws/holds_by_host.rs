@@ -406,7 +406,9 @@ struct Counting {
 }
 
 impl Store for Counting {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);

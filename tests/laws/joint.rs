@@ -16,10 +16,7 @@ use support::{Distant, count_of};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::limiter::Acquire;
-use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreReply, UnusedPermits,
-    Usage,
-};
+use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{
     Deadline, Key, Limited, Limiter, OnStoreError, Quota, RateLimitLayer, Reason, Signal, by_host,
 };
@@ -697,6 +694,10 @@ struct Recovering {
 }
 
 impl Store for Recovering {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -705,14 +706,6 @@ impl Store for Recovering {
         let mut lease = Lease::default();
         lease.recovering = Some(left);
         StoreReply::Ready(Ok(lease))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.store.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.store.peek(request)
     }
 }
 
@@ -774,6 +767,10 @@ struct Uneven {
 }
 
 impl Store for Uneven {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.memory)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let trip = match Some(request.key) == self.late {
             true => SECOND,
@@ -786,14 +783,6 @@ impl Store for Uneven {
             sleep(trip).await;
             reply
         }))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.memory.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.memory.peek(request)
     }
 }
 

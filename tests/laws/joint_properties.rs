@@ -218,7 +218,9 @@ struct Remote {
 }
 
 impl Store for Remote {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let StorePlan {

@@ -11,7 +11,9 @@ use http::Response;
 use support::{Upstream, count_of, get, pass};
 use tollgate::limiter::QuotaSource;
 use tollgate::quota::Limit;
-use tollgate::store::{Change, ChangeKind, InForce, LimitSpec, MemoryStore, Store, StoreReply};
+use tollgate::store::{
+    Change, ChangeKind, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, Store, StoreReply,
+};
 use tollgate::{HeaderTrust, Key, Quota, RateLimitLayer};
 use tower::{Layer, ServiceExt};
 
@@ -524,7 +526,13 @@ struct SetsBeforeEnd {
 }
 
 impl Store for SetsBeforeEnd {
-    tollgate::delegate_store!(self => *self.store; implements change);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.store)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.store.lease(request)
+    }
 
     fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
         let is_end = matches!(

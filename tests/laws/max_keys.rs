@@ -8,10 +8,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use tokio::time::{advance, sleep};
-use tollgate::store::{
-    ClientSession, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreReply,
-    UnusedPermits, Usage,
-};
+use tollgate::store::{ClientSession, Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{Key, Limited, Limiter, Permit, Quota, RateLimitLayer, Signal};
 
 /// A store that answers asynchronously and may lose its state, as a server does. It records what it
@@ -25,6 +22,10 @@ struct Server {
 }
 
 impl Store for Server {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         if let Some(told) = &mut *self.told.lock().unwrap() {
@@ -41,14 +42,6 @@ impl Store for Server {
             tokio::task::yield_now().await;
             answer
         }))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.store.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.store.peek(request)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Refusals of one kind of requests: a server always refuses them, and accepts all others. Under a paused clock.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use http::header::AUTHORIZATION;
@@ -8,10 +8,7 @@ use http::{HeaderValue, Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
 use tollgate::stats::{Cause, Event};
-use tollgate::store::{
-    Background, Change, InForce, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store,
-    StoreListener, StoreReply, Task, UnusedPermits, Usage,
-};
+use tollgate::store::{Background, Lease, LeaseRequest, MemoryStore, Store, StoreReply, Task};
 use tollgate::{
     AdaptiveThrottleLayer, Error, Key, Limited, Quota, RateLimitBuilder, RateLimitLayer, Reason,
     by_header,
@@ -275,6 +272,10 @@ impl Background for Shared {
 }
 
 impl Store for Shared {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.0)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let StoreReply::Ready(lease) = self.0.lease(request) else {
             unreachable!("memory answers at once")
@@ -283,22 +284,6 @@ impl Store for Shared {
             sleep(5 * MS).await;
             lease
         }))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.0.give_back(key, spec, unused);
-    }
-
-    fn change(&self, key: Key, spec: &Arc<LimitSpec>, change: Change) -> StoreReply<InForce> {
-        self.0.change(key, spec, change)
-    }
-
-    fn listen(&self, listener: Weak<dyn StoreListener>) {
-        self.0.listen(listener);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.0.peek(request)
     }
 
     fn background(&self) -> Option<&dyn Background> {

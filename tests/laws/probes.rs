@@ -168,7 +168,9 @@ struct MayBeAway {
 }
 
 impl Store for MayBeAway {
-    tollgate::delegate_store!(self => self.memory; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.memory)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         if *self.is_away.lock().unwrap() {
@@ -211,7 +213,13 @@ async fn uncounted_requests_wait_for_the_probe() {
 struct Deaf(Arc<MemoryStore>);
 
 impl Store for Deaf {
-    tollgate::delegate_store!(self => *self.0; implements listen, compare_and_set);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.0)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.0.lease(request)
+    }
 
     fn listen(&self, _listener: Weak<dyn StoreListener>) {}
 

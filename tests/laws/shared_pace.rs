@@ -4,15 +4,14 @@
 use crate::support;
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use http::{HeaderMap, StatusCode};
 use tollgate::pace::{Fair, NoPacing};
 use tollgate::signal::ResponseInfo;
 use tollgate::store::{
-    Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Register, RegisterRequest, Store,
-    StoreError, StoreListener, StoreReply, UnusedPermits, Usage,
+    Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreReply,
 };
 use tollgate::{AdaptiveThrottleLayer, Key, Signal};
 
@@ -42,16 +41,12 @@ impl Remote {
 struct Client(Arc<Remote>);
 
 impl Store for Client {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.0.store)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.0.store.lease(request)
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.0.store.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.0.store.peek(request)
     }
 
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
@@ -71,10 +66,6 @@ impl Store for Client {
             pass(remote.trip / 2).await;
             answer
         }))
-    }
-
-    fn listen(&self, listener: Weak<dyn StoreListener>) {
-        self.0.store.listen(listener);
     }
 }
 

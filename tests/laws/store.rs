@@ -26,16 +26,12 @@ async fn the_memory_store_keeps_the_contract_in_real_time() {
 struct Later(Arc<MemoryStore>);
 
 impl Store for Later {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.0)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         later(self.0.lease(request))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.0.give_back(key, spec, unused);
-    }
-
-    fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
-        self.0.claim(claim, listener);
     }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
@@ -123,6 +119,10 @@ mod broken {
     }
 
     impl Store for Broken {
+        fn inner(&self) -> Option<&dyn Store> {
+            Some(&self.store)
+        }
+
         fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
             let twice = [request.returns, request.returns].concat();
             let mut request = request;
@@ -153,10 +153,6 @@ mod broken {
             StoreReply::Ready(Ok(lease))
         }
 
-        fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-            self.store.give_back(key, spec, unused);
-        }
-
         fn claim(&self, claim: Claim, listener: &Arc<dyn StoreListener>) {
             let mut claim = claim;
             match self.fault {
@@ -179,10 +175,6 @@ mod broken {
                 }
                 _ => self.store.change(key, spec, change),
             }
-        }
-
-        fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-            self.store.peek(request)
         }
     }
 

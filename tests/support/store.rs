@@ -65,6 +65,10 @@ impl Distant {
 }
 
 impl Store for Distant {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
+
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let StoreReply::Ready(lease) = self.store.lease(request) else {
             unreachable!("memory answers at once")
@@ -74,13 +78,5 @@ impl Store for Distant {
             clock::pass(trip).await;
             lease
         }))
-    }
-
-    fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.store.give_back(key, spec, unused);
-    }
-
-    fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        self.store.peek(request)
     }
 }

@@ -142,7 +142,9 @@ impl Counted {
 }
 
 impl Store for Counted {
-    tollgate::delegate_store!(self => self.store; implements lease);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
 
     fn lease(&self, ask: LeaseRequest<'_>) -> StoreReply<Lease> {
         self.calls.fetch_add(1, Ordering::Relaxed);

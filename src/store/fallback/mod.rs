@@ -245,7 +245,9 @@ impl Inner {
 }
 
 impl Store for FallbackStore {
-    crate::delegate_store!(self => *self.0.store; implements lease, give_back, peek);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.0.store)
+    }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let inner = &self.0;

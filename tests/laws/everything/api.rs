@@ -286,8 +286,9 @@ impl Link {
 }
 
 impl Store for Link {
-    tollgate::delegate_store!(self => *self.net.memory; implements lease, give_back, claim, change, listen,
-        peek, background, flush);
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.net.memory)
+    }
 
     /// The store decides when the call is made, because a request cannot be kept: only the reply is late.
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
