@@ -5,6 +5,7 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::watch;
 use tokio::task::{JoinError, JoinSet};
 
 use super::client::Client;
@@ -23,10 +24,16 @@ pub(super) struct ReturnedPermits {
     /// Those that were not sent yet, by the name of their key.
     gathered: HashMap<String, Vec<OfIncarnation>>,
     /// The calls that return permits and have no reply yet.
-    sent: JoinSet<Result<(), StoreError>>,
+    sent: JoinSet<Arrived>,
     /// Why some of them did not arrive. The next flush returns it.
     lost: Option<StoreError>,
+    /// The result of the last flush, once it is complete. Later flushes wait for it, because it has taken the calls
+    /// that were sent before it.
+    flushed: Option<watch::Receiver<Option<Arrived>>>,
 }
+
+/// Whether permits have arrived.
+type Arrived = Result<(), StoreError>;
 
 /// Permits of one key that one incarnation of its state granted.
 type OfIncarnation = (Arc<LimitSpec>, Vec<UnusedPermits>);
@@ -88,19 +95,30 @@ impl ReturnedPermits {
         }
     }
 
-    /// Returns a future that completes when all permits that were sent have arrived.
-    pub(super) fn arrive(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
+    /// Returns a future that completes when all permits that were sent have arrived, also those that an earlier
+    /// flush still waits for.
+    pub(super) fn arrive(&mut self) -> impl Future<Output = Arrived> + Send + use<> {
         let (mut sent, mut lost) = (std::mem::take(&mut self.sent), self.lost.take());
+        let (done, flushed) = watch::channel(None);
+        let earlier = self.flushed.replace(flushed);
+        let under_way = earlier.filter(|flushed| flushed.borrow().is_none());
         async move {
+            if let Some(mut flushed) = under_way
+                && let Ok(result) = flushed.wait_for(Option::is_some).await
+            {
+                lost = lost.or(result.clone().and_then(Result::err));
+            }
             while let Some(sent) = sent.join_next().await {
                 lost = lost.or(error_of(sent));
             }
-            lost.map_or(Ok(()), Err)
+            let result = lost.map_or(Ok(()), Err);
+            done.send_replace(Some(result.clone()));
+            result
         }
     }
 }
 
 /// Returns why permits did not arrive.
-fn error_of(sent: Result<Result<(), StoreError>, JoinError>) -> Option<StoreError> {
+fn error_of(sent: Result<Arrived, JoinError>) -> Option<StoreError> {
     sent.unwrap_or(Err(StoreError::Lost)).err()
 }

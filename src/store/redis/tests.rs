@@ -1,17 +1,23 @@
-//! Tests of the worker after a panic, and of the labels of keys.
+//! Tests of the worker after a panic, of flushes, and of the labels of keys.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
+use redis::Value;
 use redis_server::RedisServer;
+use tokio::sync::watch;
+use tokio::time::timeout;
 
-use super::RedisStore;
+use super::connection::{Connection, ServerRequest};
+use super::endpoint::Connecting;
 use super::stats::CallKind;
 use super::worker::WorkerOrder;
+use super::{RedisStore, RedisStoreBuilder};
 use crate::clock;
 use crate::key::Key;
 use crate::layer::RateLimitLayer;
-use crate::limit::LimitSpec;
+use crate::limit::{LimitSpec, UnusedPermits};
 use crate::quota::Quota;
 use crate::store::{ClientSession, Demand, HoldState, Lease, LeaseRequest, PeekRequest, Store};
 use crate::{Limited, OnStoreError};
@@ -82,6 +88,47 @@ async fn dropped_stores_end_their_calls_and_their_thread() {
         .arrives()
         .await;
     assert_eq!(usage.unwrap().free, 50);
+}
+
+/// Two limiters of one store shut down at the same time. Each is told what has become of its permits.
+#[tokio::test]
+async fn flushes_at_the_same_time_wait_for_the_same_permits() {
+    for arrives in [true, false] {
+        let (open, is_open) = watch::channel(false);
+        let factory = Arc::new(move || {
+            let is_open = is_open.clone();
+            let send = Arc::new(move |request: ServerRequest| {
+                let mut is_open = is_open.clone();
+                Box::pin(async move {
+                    if !request.is_call {
+                        return Ok(Value::Okay);
+                    }
+                    let _ = is_open.wait_for(|is_open| *is_open).await;
+                    match arrives {
+                        true => Ok(Value::BulkString(Vec::new())),
+                        false => Err(std::io::Error::from(ErrorKind::ConnectionReset).into()),
+                    }
+                }) as _
+            });
+            Box::pin(std::future::ready(Ok(Connection { send, database: 0 }))) as _
+        });
+        let server = Connecting::Server {
+            factory,
+            find_server: None,
+        };
+        let patient = RedisStoreBuilder::of(Ok(server)).store_timeout(Duration::from_secs(30));
+        let store = patient.build().unwrap();
+        let slack = Duration::from_millis(10);
+        let spec = Arc::new(LimitSpec::new(Quota::per_second(50), slack, slack));
+        store.give_back(Key::ALL, &spec, &[UnusedPermits::new(1, 2, 1, 3)]);
+        let (first, second) = (store.flush().arrives(), store.flush().arrives());
+        let mut second = std::pin::pin!(second);
+        assert!(timeout(slack * 5, &mut second).await.is_err());
+        open.send_replace(true);
+        assert_eq!(first.await.is_ok(), arrives);
+        assert_eq!(second.await.is_ok(), arrives);
+        assert!(store.flush().arrives().await.is_ok(), "it was reported");
+    }
 }
 
 #[tokio::test]
