@@ -165,30 +165,25 @@ impl GrantHistory {
     /// Adds units with a slot. If there are too many parts, they count in the last part.
     fn add(&mut self, slot: Micros, units: u64) {
         let number = slot / self.width();
-        let after = self.granted.partition_point(|part| part.number < number);
-        let kept = self.granted.len();
-        match self.granted.get_mut(after) {
-            Some(part) if part.number == number => {
-                part.units = part.units.saturating_add(units);
-                part.last = part.last.max(slot);
+        let place = self
+            .granted
+            .binary_search_by_key(&number, |part| part.number);
+        let index = match place {
+            Ok(index) => index,
+            Err(index) if self.granted.len() < MOST_PARTS => {
+                let part = WindowPart {
+                    number,
+                    last: slot,
+                    units: 0,
+                };
+                self.granted.insert(index, part);
+                index
             }
-            _ if kept < MOST_PARTS => {
-                self.granted.insert(
-                    after,
-                    WindowPart {
-                        number,
-                        last: slot,
-                        units,
-                    },
-                );
-            }
-            _ => {
-                if let Some(part) = self.granted.back_mut() {
-                    part.units = part.units.saturating_add(units);
-                    part.last = part.last.max(slot);
-                }
-            }
-        }
+            Err(_) => self.granted.len() - 1,
+        };
+        let part = &mut self.granted[index];
+        part.units = part.units.saturating_add(units);
+        part.last = part.last.max(slot);
     }
 
     /// Takes back unused permits, in the ledger that granted them.
