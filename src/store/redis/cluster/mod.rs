@@ -31,11 +31,11 @@ use tokio::time::{timeout, timeout_at};
 
 use super::connection::{self, ServerRequest};
 use super::endpoint::{FindServer, PubSubServer};
-use super::failure::RedisFailure;
+use super::failure::{RedisFailure, of_server};
 use super::link::{LONGEST_CONNECTING, Link, Links};
 use super::worker::again_after_panics;
 use crate::clock;
-use crate::error::StoreError;
+use crate::error::{BoxError, StoreError};
 use crate::events;
 use crate::locks::{read, write};
 use crate::rng::{Backoff, jittered};
@@ -391,7 +391,8 @@ impl Cluster {
     ) -> Result<SlotMap, StoreError> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
-        let at = |error: &dyn std::fmt::Display| format!("{server}: {error}");
+        let name: Arc<str> = server.to_string().into();
+        let away = |error: BoxError| StoreError::away(of_server(Some(&name), error));
         let reply = if let Some(link) = link {
             link.send(command.into(), self.links.deadline()).await?
         } else {
@@ -399,19 +400,14 @@ impl Cluster {
                 let connection = connection::connect(&self.seeds.client(server)?).await?;
                 connection.send(command.into()).await
             };
-            match timeout(LONGEST_CONNECTING, asking).await {
-                Ok(reply) => reply.map_err(|error| StoreError::away(at(&error)))?,
-                Err(_) => {
-                    let silent = format!("no answer within {LONGEST_CONNECTING:?}");
-                    return Err(StoreError::away(at(&silent)));
-                }
-            }
+            timeout(LONGEST_CONNECTING, asking)
+                .await
+                .map_err(|_| away(format!("no answer within {LONGEST_CONNECTING:?}").into()))?
+                .map_err(|error| away(error.into()))?
         };
         let map = SlotMap::read(&reply, server);
         if map.is_empty() {
-            return Err(StoreError::away(at(
-                &"it knows of no server that has slots",
-            )));
+            return Err(away("it knows of no server that has slots".into()));
         }
         Ok(map)
     }
