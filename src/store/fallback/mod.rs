@@ -69,9 +69,7 @@ impl FallbackStore {
             is_charging: AtomicBool::new(false),
         }))
     }
-}
 
-impl FallbackStore {
     /// Returns how many keys have a ledger of their own, because the store cannot be reached.
     pub(crate) fn keys_alone(&self) -> usize {
         self.0.keys_alone()
