@@ -69,3 +69,51 @@ impl InFlightState {
         self.slots.usage(most)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use crate::key::Key;
+    use crate::store::{Claim, MemoryStore, Store};
+
+    use super::*;
+
+    /// Panics when the holder with this number is granted a slot.
+    #[derive(Default)]
+    struct Panics {
+        holder: u64,
+        told: AtomicU64,
+    }
+
+    impl StoreListener for Panics {
+        fn on_event(self: Arc<Self>, _key: Key, holder: u64, event: StoreEvent) {
+            if let StoreEvent::InFlight { granted: 1.., .. } = event {
+                assert_ne!(holder, self.holder);
+                self.told.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// A listener runs code of the user, such as the waker of a task. Without their events, others never use
+    /// their slots.
+    #[test]
+    fn a_listener_that_panics_keeps_no_event_from_others() {
+        let store = MemoryStore::default();
+        let listener = Arc::new(Panics {
+            holder: 2,
+            ..Panics::default()
+        });
+        let claim = |holder, number, in_use, wanted| {
+            let mut claim = Claim::new(Key::ALL, holder, number);
+            (claim.limit, claim.in_use, claim.wanted) = (2, in_use, wanted);
+            let listener: Arc<dyn StoreListener> = listener.clone();
+            store.claim(claim, &listener);
+        };
+        claim(1, 1, 2, 0);
+        claim(2, 1, 0, 1);
+        claim(3, 1, 0, 1);
+        claim(1, 2, 0, 0);
+        assert_eq!(listener.told.load(Ordering::Relaxed), 1);
+    }
+}

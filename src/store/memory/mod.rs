@@ -8,7 +8,7 @@ mod set_quota_properties;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::in_flight::StoreListeners;
+use super::in_flight::{StoreListeners, notify};
 use super::register::Registers;
 use super::{
     Change, Claim, InForce, Lease, LeaseRequest, PeekRequest, Recipients, Register,
@@ -253,7 +253,7 @@ impl Store for MemoryStore {
         ) {
             Ok(events) => {
                 for (holder, listener, event) in events {
-                    listener.on_event(key, holder, event);
+                    notify(listener, key, holder, event);
                 }
             }
             Err(full) => {
