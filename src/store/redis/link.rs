@@ -477,6 +477,9 @@ mod tests {
     async fn only_a_connection_that_was_made_is_lost() {
         let texts = Texts::default();
         let _collects = tracing::subscriber::set_default(texts.clone());
+        // With one subscriber in the process, `tracing` asks the thread that first meets an event, which may be one of
+        // another test and have none. With two, it asks both.
+        let _other = tracing::Dispatch::new(texts.clone());
         let network = Arc::new(Network::default());
         let (is_reachable, server) = (Arc::new(AtomicBool::new(false)), network.clone());
         let reachable = is_reachable.clone();
