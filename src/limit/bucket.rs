@@ -385,7 +385,7 @@ mod tests {
         /// The time in which any number of units is refilled: never shorter than the quota says, exact
         /// for most buckets, and at most a millionth longer for all. Lua can count its ticks.
         #[test]
-        fn a_bucket_loses_at_most_a_millionth_of_its_rate(
+        fn bucket_loses_at_most_a_millionth_of_its_rate(
             capacity in prop_oneof![1u32..1000, 1u32..=1_000_000_000],
             count in prop_oneof![1u32..1000, 1u32..=1_000_000_000],
             window in prop_oneof![1_000u64..10_000_000, 1_000u64..100_000_000_000],

@@ -92,7 +92,7 @@ async fn dropped_stores_end_their_calls_and_their_thread() {
 
 /// Two limiters of one store shut down at the same time. Each is told what has become of its permits.
 #[tokio::test]
-async fn flushes_at_the_same_time_wait_for_the_same_permits() {
+async fn flushes_at_once_wait_for_the_same_permits() {
     for arrives in [true, false] {
         let (open, is_open) = watch::channel(false);
         let factory = Arc::new(move || {
