@@ -1,6 +1,6 @@
 //! The part of a signal that paces read.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::signal::{ObservedQuota, Signal};
 
@@ -37,6 +37,19 @@ impl QuotaNumbers {
             reset: quota.reset_after().map(|span| span.as_secs_f64()),
         }
     }
+}
+
+/// What an answer shows of a limit.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Answer {
+    /// What it states. Parts that are not believed are left out on the way.
+    pub(super) told: QuotaNumbers,
+    /// Whether the request was not refused.
+    pub(super) passed: bool,
+    /// When the request left.
+    pub(super) sent: Instant,
+    /// When the answer arrived.
+    pub(super) now: Instant,
 }
 
 /// Returns whether a quota may be that of a code in a body: it is used up, and no more is known of it than its window of a

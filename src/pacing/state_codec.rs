@@ -177,6 +177,14 @@ impl StateCodec<'_> {
         }
     }
 
+    /// Passes a moment and a number of that moment, which may be absent.
+    pub(crate) fn number_at(&mut self, both: &mut Option<(Instant, f64)>) {
+        let (mut at, mut number) = both.unzip();
+        self.moment(&mut at);
+        self.optional_number(&mut number);
+        *both = at.zip(number);
+    }
+
     fn spoil(&mut self) {
         if let Side::Read { sound, .. } = &mut self.side {
             *sound = false;

@@ -184,7 +184,7 @@ impl Estimate {
         let first = match interval {
             // Without any other information the interval that was too short is the measure.
             Some(own) if scale.is_guess || !scale.has_level() => own / scale.token_time,
-            _ if scale.sliding_unused().is_some() => 0.0,
+            _ if scale.short.slides() => 0.0,
             _ => FIRST_GUESS_BLIND / waiting,
         };
         self.m = (self.m * REFUSED_BLIND).max(first);

@@ -17,12 +17,12 @@ mod trust;
 
 use std::time::{Duration, Instant};
 
-use super::reading::{QuotaNumbers, wait_said};
+use super::reading::{Answer, QuotaNumbers, wait_said};
 use super::{CallState, Dice, LONGEST, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 use estimate::Estimate;
 use scale::Scale;
 use search::Search;
-use trust::{Observation, Trust};
+use trust::Trust;
 
 /// Estimates how many equal competitors share the limit, and takes one fair share. The recommended
 /// pace.
@@ -310,24 +310,13 @@ impl Fair {
     }
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
-    fn look(
-        &mut self,
-        told: &QuotaNumbers,
-        passed: bool,
-        sent: Instant,
-        now: Instant,
-    ) -> Option<f64> {
+    fn look(&mut self, mut answer: Answer) -> Option<f64> {
         let was_blind = self.trust.is_silent();
-        let limit = self.scale.known_limit(told);
-        let observation = Observation {
-            remaining: told.remaining,
-            limit,
-            passed,
-            sent,
-            now,
-        };
-        let believed = self.trust.believe(observation, self.scale.token_time);
-        if !self.is_told && (believed.is_some() || told.limit.is_some()) {
+        let limit = self.scale.known_limit(&answer.told);
+        let believed = self.trust.believe(&answer, limit, self.scale.token_time);
+        answer.told.remaining = believed;
+        let states = believed.is_some() || answer.told.limit.is_some();
+        if states && !self.is_told {
             if self.is_searching() {
                 self.leave_search();
             }
@@ -349,7 +338,7 @@ impl Fair {
             _ => {}
         }
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
-        let level = self.scale.look(told, believed, passed, sent, now);
+        let level = self.scale.look(&answer);
         let sliding_rate = self.scale.sliding_rate();
         if slid != sliding_rate.is_some() {
             self.estimate.slides(!slid);
@@ -449,11 +438,11 @@ impl Pace for Fair {
         if self.is_searching() {
             return Some(slot);
         }
-        if let Some(ends) = self.scale.exhausted_until(traffic.in_flight) {
+        if let Some(ends) = self.scale.short.exhausted_until(traffic.in_flight) {
             // Before the end the server would refuse it.
             return Some(slot.max(ends));
         }
-        if let Some(ends) = self.scale.short_ends() {
+        if let Some(ends) = self.scale.short.ends() {
             let even = last + span(self.scale.token_time * self.estimate.n);
             return Some(slot.min(ends.max(even)));
         }
@@ -495,13 +484,18 @@ impl Pace for Fair {
         }
         self.scale.answered_after(seconds(reply.sent, now));
         let level_before = self.level;
-        self.level = self.look(&QuotaNumbers::of(reply.signal), true, reply.sent, now);
+        self.level = self.look(Answer {
+            told: QuotaNumbers::of(reply.signal),
+            passed: true,
+            sent: reply.sent,
+            now,
+        });
         self.search
             .passed(reply.sent, now, self.states_wait, is_alone);
         let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
         let calm = self.last_refusal.map_or(0.0, |last| seconds(last, now));
         let (scale, knows_level) = (&self.scale, self.level.is_some());
-        match scale.sliding_unused() {
+        match scale.short.sliding_unused() {
             Some(unused) if !self.trust.is_silent() => {
                 self.estimate.relax_sliding(scale, since, unused)
             }
@@ -536,7 +530,12 @@ impl Pace for Fair {
             in_flight: traffic.in_flight + 1,
             ..*traffic
         });
-        self.level = self.look(&told, false, reply.sent, now);
+        self.level = self.look(Answer {
+            told,
+            passed: false,
+            sent: reply.sent,
+            now,
+        });
         let said = wait_said(reply.signal).map(|wait| wait.as_secs_f64());
         let was_searching = self.is_searching();
         self.states_wait = said.is_some();
@@ -570,9 +569,17 @@ impl Pace for Fair {
             let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
             let waiting = traffic.waiting.max(1) as f64;
             match self.level {
-                Some(level) if level <= self.scale.set_point() || self.scale.is_exhausted() => self
-                    .estimate
-                    .refused_at_low_level(&self.scale, self.passed_since_refusal, waiting, since),
+                Some(level)
+                    if level <= self.scale.set_point()
+                        || self.scale.short.exhausted_until(0).is_some() =>
+                {
+                    self.estimate.refused_at_low_level(
+                        &self.scale,
+                        self.passed_since_refusal,
+                        waiting,
+                        since,
+                    )
+                }
                 Some(_) => self
                     .estimate
                     .refused_at_high_level(&self.scale, self.interval),

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::reading::QuotaNumbers;
+use super::super::reading::{Answer, QuotaNumbers};
 use super::super::{LONGEST, StateCodec, seconds};
 use super::SET_POINT;
-use super::short_window::{Seen, ShortWindow, WindowAnswer};
+use super::short_window::ShortWindow;
 
 /// What the pace knows of the limit.
 #[derive(Clone, Debug)]
@@ -23,7 +23,7 @@ pub(super) struct Scale {
     pub(super) is_below: bool,
     kind: ScaleKind,
     /// The limit as a window of at most ten seconds, which goes before `kind`.
-    short: ShortWindow,
+    pub(super) short: ShortWindow,
     limit: Option<f64>,
     /// The length of the window that a header states, in seconds.
     stated_window: Option<f64>,
@@ -195,35 +195,15 @@ impl Scale {
         self.trip += weight * (trip - self.trip);
     }
 
-    /// Returns the latest end of a short fixed window; `None` if the limit has none.
-    pub(super) fn short_ends(&self) -> Option<Instant> {
-        self.short.ends()
-    }
-
     /// Reports whether the limit has a short fixed window, which the pace uses evenly.
     pub(super) fn is_short(&self) -> bool {
-        self.short_ends().is_some()
-    }
-
-    /// Returns which part of a short sliding window is unused; `None` if the limit is none.
-    pub(super) fn sliding_unused(&self) -> Option<f64> {
-        self.short.sliding_unused()
+        self.short.ends().is_some()
     }
 
     /// Returns the requests per second of a short sliding window; `None` if the limit is none.
     pub(super) fn sliding_rate(&self) -> Option<f64> {
         let window = self.short.sliding_window()?;
         Some(self.limit() / window)
-    }
-
-    /// Reports whether nothing is left of a short window.
-    pub(super) fn is_exhausted(&self) -> bool {
-        self.short.exhausted_until(0).is_some()
-    }
-
-    /// Returns when the short window ends, if `in_flight` requests take all that is left of it.
-    pub(super) fn exhausted_until(&self, in_flight: usize) -> Option<Instant> {
-        self.short.exhausted_until(in_flight)
     }
 
     /// Returns when the next window begins, and the time that each request has in it, in seconds;
@@ -257,22 +237,18 @@ impl Scale {
         self.stated_window.or(configured).or(seen)
     }
 
-    /// Learns from an answer. `passed` states that its request was not refused. Returns how many tokens
-    /// are left above those that are kept for an even pace.
-    pub(super) fn look(
-        &mut self,
-        told: &QuotaNumbers,
-        remaining: Option<f64>,
-        passed: bool,
-        sent: Instant,
-        now: Instant,
-    ) -> Option<f64> {
+    /// Learns from an answer, of which only a plausible Remaining is left. Returns how many tokens are left
+    /// above those that are kept for an even pace.
+    pub(super) fn look(&mut self, answer: &Answer) -> Option<f64> {
+        let &Answer {
+            told, sent, now, ..
+        } = answer;
         self.limit = told.limit.filter(|limit| *limit >= 1.0).or(self.limit);
         self.stated_window = told
             .window
             .filter(|window| *window > 0.0)
             .or(self.stated_window);
-        let remaining = remaining?;
+        let remaining = told.remaining?;
         let last = self.last;
         let is_later = last.is_none_or(|(at, _)| sent >= at);
         if is_later {
@@ -281,7 +257,12 @@ impl Scale {
         if let Some(reset) = told.reset.filter(|_| is_later) {
             self.watch(reset, remaining, now);
         }
-        if let Some(seen) = self.look_at_short_window(told, remaining, passed, sent, now) {
+        let told = QuotaNumbers {
+            limit: self.limit,
+            window: self.stated_window,
+            ..told
+        };
+        if let Some(seen) = self.short.look(&Answer { told, ..*answer }) {
             self.set(seen.token_time);
             self.paced_time = seen.paced_time.clamp(SHORTEST, LONGEST);
             self.is_below = false;
@@ -294,28 +275,8 @@ impl Scale {
             return Some(self.line(remaining, limit, window, reset));
         }
         self.is_below = false;
-        self.measure(told, remaining, last.filter(|_| is_later), now);
+        self.measure(&told, remaining, last.filter(|_| is_later), now);
         Some(remaining)
-    }
-
-    /// Learns from an answer if the limit has a short window.
-    fn look_at_short_window(
-        &mut self,
-        told: &QuotaNumbers,
-        remaining: f64,
-        passed: bool,
-        sent: Instant,
-        now: Instant,
-    ) -> Option<Seen> {
-        self.short.look(&WindowAnswer {
-            limit: self.limit?,
-            remaining,
-            window: self.stated_window,
-            reset: told.reset,
-            passed,
-            sent,
-            now,
-        })
     }
 
     /// Returns what is left of a window above the straight line from the kept fraction to 0 at the
@@ -338,45 +299,29 @@ impl Scale {
         codec.flag(&mut self.is_guess);
         codec.flag(&mut self.is_below);
         codec.flag(&mut self.is_mostly_free);
-        let (mut is_bucket, mut is_window) = (
-            self.kind == ScaleKind::Bucket,
-            self.kind == ScaleKind::Window,
-        );
-        codec.flag(&mut is_bucket);
-        codec.flag(&mut is_window);
-        self.kind = match (is_bucket, is_window) {
-            (_, true) => ScaleKind::Window,
-            (true, false) => ScaleKind::Bucket,
-            (false, false) => ScaleKind::Unknown,
+        let mut kind = self.kind as u32;
+        codec.small_count(&mut kind);
+        self.kind = match kind {
+            0 => ScaleKind::Unknown,
+            1 => ScaleKind::Bucket,
+            _ => ScaleKind::Window,
         };
         codec.optional_number(&mut self.limit);
         codec.optional_number(&mut self.stated_window);
         codec.number(&mut self.longest_reset);
         codec.number(&mut self.most);
         codec.number(&mut self.trip);
-        let (mut reset_at, mut since, mut left) = match self.watch {
-            Some(ResetWatch {
-                reset_at,
-                since,
-                remaining,
-            }) => (Some(reset_at), Some(since), Some(remaining)),
-            None => (None, None, None),
-        };
+        let mut reset_at = self.watch.map(|watch| watch.reset_at);
+        let mut seen = self.watch.map(|watch| (watch.since, watch.remaining));
         codec.moment(&mut reset_at);
-        codec.moment(&mut since);
-        codec.optional_number(&mut left);
-        self.watch = reset_at
-            .zip(since)
-            .zip(left)
-            .map(|((reset_at, since), remaining)| ResetWatch {
-                reset_at,
-                since,
-                remaining,
-            });
-        let (mut at, mut left) = self.last.unzip();
-        codec.moment(&mut at);
-        codec.optional_number(&mut left);
-        self.last = at.zip(left);
+        codec.number_at(&mut seen);
+        let watch = |(reset_at, (since, remaining))| ResetWatch {
+            reset_at,
+            since,
+            remaining,
+        };
+        self.watch = reset_at.zip(seen).map(watch);
+        codec.number_at(&mut self.last);
         self.short.share(codec);
         self.limit = self.limit.filter(|limit| *limit >= 1.0);
         self.stated_window = self.stated_window.filter(|window| *window >= SHORTEST);

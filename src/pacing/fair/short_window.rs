@@ -15,6 +15,7 @@
 
 use std::time::Instant;
 
+use super::super::reading::Answer;
 use super::super::{StateCodec, seconds, span};
 use crate::clock;
 
@@ -58,20 +59,6 @@ pub(super) struct Seen {
     pub(super) spare: Option<f64>,
 }
 
-/// What the answers of one limit state.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct WindowAnswer {
-    pub(super) limit: f64,
-    pub(super) remaining: f64,
-    /// The length of the window, in seconds.
-    pub(super) window: Option<f64>,
-    /// The time to the reset, in seconds.
-    pub(super) reset: Option<f64>,
-    pub(super) passed: bool,
-    pub(super) sent: Instant,
-    pub(super) now: Instant,
-}
-
 /// The longest short window, in seconds.
 const LONGEST: f64 = 10.0;
 /// The longest time to the reset of a short window, in seconds. A reset as a moment is too late by up
@@ -106,33 +93,31 @@ const LEAST: f64 = 0.05;
 
 impl ShortWindow {
     /// Learns from an answer. Returns `None` if the limit has no short window.
-    pub(super) fn look(&mut self, answer: &WindowAnswer) -> Option<Seen> {
-        let &WindowAnswer {
-            limit,
-            remaining,
-            sent,
-            now,
-            ..
+    pub(super) fn look(&mut self, answer: &Answer) -> Option<Seen> {
+        let &Answer {
+            told, sent, now, ..
         } = answer;
+        let (limit, remaining) = (told.limit?, told.remaining?);
         if self.limit != limit {
             *self = ShortWindow {
                 limit,
                 ..ShortWindow::default()
             };
         }
-        self.longest_reset = self.longest_reset.max(answer.reset.unwrap_or(0.0));
-        self.length = self.length_of(answer.window).unwrap_or(0.0);
+        self.longest_reset = self.longest_reset.max(told.reset.unwrap_or(0.0));
+        self.length = self.length_of(told.window).unwrap_or(0.0);
         if self.length < SHORTEST {
             self.end = None;
             return None;
         }
         if self.last.is_none_or(|last| sent >= last.now) {
-            self.compare(answer);
-            self.last = Some(Look {
+            let look = Look {
                 sent,
                 now,
                 remaining,
-            });
+            };
+            self.compare(look, told.reset, answer.passed);
+            self.last = Some(look);
         }
         let token_time = self.length / limit;
         if self.slides() {
@@ -184,17 +169,17 @@ impl ShortWindow {
         self.doubts = (self.doubts + 1).min(MOST_DOUBTS);
     }
 
-    /// Compares an answer with the answer before, whose request the server has judged earlier.
-    fn compare(&mut self, answer: &WindowAnswer) {
-        let &WindowAnswer {
+    /// Compares an answer with the answer before, whose request the server has judged earlier. `reset` is the
+    /// stated time to the reset, in seconds.
+    fn compare(&mut self, look: Look, reset: Option<f64>, passed: bool) {
+        let (
             limit,
-            remaining,
-            reset,
-            passed,
-            sent,
-            now,
-            ..
-        } = answer;
+            Look {
+                sent,
+                now,
+                remaining,
+            },
+        ) = (self.limit, look);
         let (Some((mut earliest, mut latest)), Some(last)) = (self.end, self.last) else {
             let reset = reset.unwrap_or(self.length).min(self.length);
             let earliest = clock::after(sent, span(reset - 1.0));
@@ -238,7 +223,7 @@ impl ShortWindow {
         let windows = (seconds(latest, sent) / self.length).ceil();
         if windows * DRIFT > 1.0 {
             self.end = None;
-            return self.compare(answer);
+            return self.compare(look, reset, passed);
         }
         let past = windows * self.length;
         self.end = Some((
@@ -296,17 +281,16 @@ impl ShortWindow {
         codec.near(&mut earliest, span(LONGEST));
         codec.near(&mut latest, span(LONGEST));
         self.end = earliest.zip(latest);
-        let (mut sent, mut now) = self.last.map(|last| (last.sent, last.now)).unzip();
-        let mut remaining = self.last.map(|last| last.remaining);
+        let mut sent = self.last.map(|last| last.sent);
+        let mut seen = self.last.map(|last| (last.now, last.remaining));
         codec.moment(&mut sent);
-        codec.moment(&mut now);
-        codec.optional_number(&mut remaining);
-        let look = |((sent, now), remaining)| Look {
+        codec.number_at(&mut seen);
+        let look = |(sent, (now, remaining))| Look {
             sent,
             now,
             remaining,
         };
-        self.last = sent.zip(now).zip(remaining).map(look);
+        self.last = sent.zip(seen).map(look);
         codec.small_count(&mut self.doubts);
         self.length = self.length.clamp(0.0, LONGEST);
     }

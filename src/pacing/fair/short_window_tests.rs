@@ -5,8 +5,9 @@ use std::time::Instant;
 
 use proptest::prelude::*;
 
+use super::super::reading::{Answer, QuotaNumbers};
 use super::super::{seconds, span};
-use super::short_window::{Seen, ShortWindow, WindowAnswer};
+use super::short_window::{Seen, ShortWindow};
 use crate::clock;
 
 /// A limit, and a client that looks at it.
@@ -38,11 +39,13 @@ impl Watcher {
     /// The server judges a request at `at` seconds: `remaining` are left, and the reset is `reset`
     /// away.
     fn look(&mut self, at: f64, remaining: f64, reset: f64) -> Option<Seen> {
-        self.window.look(&WindowAnswer {
-            limit: self.limit,
-            remaining,
-            window: self.stated,
-            reset: Some(reset.ceil()),
+        self.window.look(&Answer {
+            told: QuotaNumbers {
+                remaining: Some(remaining),
+                limit: Some(self.limit),
+                window: self.stated,
+                reset: Some(reset.ceil()),
+            },
             passed: true,
             sent: self.at(at - self.trip / 2.0),
             now: self.at(at + self.trip / 2.0),

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::super::reading::Answer;
 use super::super::{StateCodec, seconds};
 
 /// The Remaining values up to now.
@@ -9,8 +10,8 @@ use super::super::{StateCodec, seconds};
 pub(super) struct Trust {
     /// How many answers in a row had no plausible value.
     missing: u32,
-    /// The last value and its moment, plausible or not.
-    latest: Option<(f64, Instant)>,
+    /// The moment of the last value, and the value, plausible or not.
+    latest: Option<(Instant, f64)>,
     /// The last plausible value, how many answers in a row had it, and since when.
     last: Option<f64>,
     same: u32,
@@ -24,27 +25,6 @@ pub(super) struct Trust {
     silent: bool,
 }
 
-/// The part of an answer that matters here.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Observation {
-    pub(super) remaining: Option<f64>,
-    pub(super) limit: Option<f64>,
-    pub(super) passed: bool,
-    pub(super) sent: Instant,
-    pub(super) now: Instant,
-}
-
-impl Observation {
-    /// Reports whether `remaining` tokens can be left, if refilling may have led to `by_now`. More
-    /// than the limit can be left if the limit is the speed at which a larger bucket fills.
-    fn can_be(&self, remaining: f64, by_now: f64) -> bool {
-        let most = self
-            .limit
-            .map_or(f64::MAX, |limit| by_now.max(limit * 1.01 + 1.0));
-        (0.0..=most).contains(&remaining)
-    }
-}
-
 /// How many answers in a row it takes to ignore Remaining.
 const OFTEN: u32 = 8;
 /// By how many tokens the refill must differ from what we took. A client that takes just the refill
@@ -54,25 +34,28 @@ const STRANGE: f64 = 2.0;
 const STALL: f64 = 0.25;
 
 impl Trust {
-    /// Returns the answer's Remaining if it is plausible. One token is refilled each `token_time`
-    /// seconds.
-    pub(super) fn believe(&mut self, observation: Observation, token_time: f64) -> Option<f64> {
-        let Observation {
-            remaining,
+    /// Returns the answer's Remaining if it is plausible. `limit` is the limit if it is known, and one token is
+    /// refilled each `token_time` seconds.
+    pub(super) fn believe(
+        &mut self,
+        answer: &Answer,
+        limit: Option<f64>,
+        token_time: f64,
+    ) -> Option<f64> {
+        let &Answer {
+            told,
             passed,
             sent,
             now,
-            ..
-        } = observation;
-        let before = std::mem::replace(
-            &mut self.latest,
-            remaining.map(|remaining| (remaining, now)),
-        );
-        let by_now = before.map_or(0.0, |(said, at)| {
+        } = answer;
+        let latest = told.remaining.map(|remaining| (now, remaining));
+        let before = std::mem::replace(&mut self.latest, latest);
+        let by_now = before.map_or(0.0, |(at, said)| {
             said + seconds(at, now) / token_time + STRANGE
         });
-        let Some(remaining) = remaining.filter(|remaining| observation.can_be(*remaining, by_now))
-        else {
+        // More than the limit can be left if the limit is the speed at which a larger bucket fills.
+        let most = limit.map_or(f64::MAX, |limit| by_now.max(limit * 1.01 + 1.0));
+        let Some(remaining) = told.remaining.filter(|it| (0.0..=most).contains(it)) else {
             self.missing = self.missing.saturating_add(1);
             self.silent |= self.missing >= OFTEN;
             return None;
@@ -113,10 +96,7 @@ impl Trust {
     /// Writes or reads all of it.
     pub(super) fn share(&mut self, codec: &mut StateCodec<'_>) {
         codec.small_count(&mut self.missing);
-        let (mut said, mut at) = self.latest.unzip();
-        codec.optional_number(&mut said);
-        codec.moment(&mut at);
-        self.latest = said.zip(at);
+        codec.number_at(&mut self.latest);
         codec.optional_number(&mut self.last);
         codec.small_count(&mut self.same);
         codec.moment(&mut self.same_since);
@@ -136,6 +116,7 @@ impl Trust {
 mod tests {
     use std::time::Duration;
 
+    use super::super::super::reading::QuotaNumbers;
     use super::*;
     use crate::clock;
 
@@ -169,14 +150,16 @@ mod tests {
             passed: bool,
         ) -> Option<f64> {
             let now = self.now;
-            let observation = Observation {
-                remaining: remaining.into(),
-                limit: Some(10.0),
+            let answer = Answer {
+                told: QuotaNumbers {
+                    remaining: remaining.into(),
+                    ..QuotaNumbers::default()
+                },
                 passed,
                 sent: now - trip,
                 now,
             };
-            self.trust.believe(observation, 1.0)
+            self.trust.believe(&answer, Some(10.0), 1.0)
         }
     }
 
