@@ -165,7 +165,7 @@ pub struct Fair {
     first_call: Option<Instant>,
     estimate: Estimate,
     search: Search,
-    /// Whether any response stated a limit, or plausibly what is left.
+    /// Whether responses state a limit, or plausibly what is left. Refusals alone may have stated it until now.
     is_told: bool,
     /// Whether the last refusal stated how long to wait.
     states_wait: bool,
@@ -176,8 +176,6 @@ pub struct Fair {
     refused_in_row: u32,
     /// Whether the last refusals in a row followed a calm time.
     was_calm: bool,
-    /// Whether the limit is a short sliding window, for which Remaining is no guide.
-    slides: bool,
     level: Option<f64>,
     scale: Scale,
     trust: Trust,
@@ -271,7 +269,7 @@ impl Fair {
     /// Reports whether the pace searches for the speed, because no response states what is left, or because that is no guide.
     fn is_searching(&self) -> bool {
         match self.is_told {
-            true => self.is_alone() && self.slides,
+            true => self.is_alone() && self.scale.sliding_rate().is_some(),
             false => self.is_alone() || (self.states_wait && self.longest_wait > WHOLE_SECOND),
         }
     }
@@ -321,6 +319,8 @@ impl Fair {
                 self.leave_search();
             }
             self.is_told = true;
+        } else if self.is_told && !states && answer.passed && self.trust.is_missing() {
+            self.return_to_search();
         }
         let slid = self.scale.sliding_rate().is_some();
         // While the limit slides, `m` has nothing to do with whether Remaining is believed.
@@ -340,14 +340,20 @@ impl Fair {
         let (token_time, was_guess) = (self.scale.token_time, self.scale.is_guess);
         let level = self.scale.look(&answer);
         let sliding_rate = self.scale.sliding_rate();
-        if slid != sliding_rate.is_some() {
-            self.estimate.slides(!slid);
-        }
-        if let Some(rate) = sliding_rate {
-            if !self.slides {
+        match (slid, sliding_rate) {
+            (false, Some(rate)) => {
                 self.search.start_at(rate);
+                self.estimate.slides(true);
             }
-            self.slides = true;
+            (true, None) => {
+                if self.is_alone() {
+                    self.leave_search();
+                }
+                self.estimate.slides(false);
+            }
+            _ => {}
+        }
+        if sliding_rate.is_some() {
             return None;
         }
         if was_guess && self.scale.is_short() {
@@ -368,6 +374,15 @@ impl Fair {
     /// Keeps the interval that the search has reached.
     fn leave_search(&mut self) {
         self.estimate.m = self.search.reached() / self.scale.token_time;
+    }
+
+    /// Goes on as if nothing had ever been stated: only refusals state anything, or nothing does any more.
+    fn return_to_search(&mut self) {
+        let interval = self.pace(0);
+        self.is_told = false;
+        if self.is_searching() && interval > 0.0 {
+            self.search.start_at(1.0 / interval);
+        }
     }
 
     /// Takes an answer that another process shares late: what is known is newer, but by how much is
@@ -540,12 +555,15 @@ impl Pace for Fair {
         let was_searching = self.is_searching();
         self.states_wait = said.is_some();
         self.longest_wait = self.longest_wait.max(said.unwrap_or(0.0));
+        let is_news = self.is_news(reply);
+        let passed = std::mem::take(&mut self.passed_since_refusal);
+        let refused_before = self.last_refusal.replace(now);
+        self.has_met_limit |= is_news && passed > 0;
         if self.is_searching() {
             // In an outage only the pause postpones a request.
             let was_outage = was_searching && self.search.interval() == 0.0;
             self.slot_before = slot.filter(|_| !was_outage);
             let wait = self.search.refused(reply.sent, now, dice);
-            self.last_refusal = Some(now);
             self.settle(now);
             return Pause::of_all(match said {
                 Some(said) => stated(said, wait),
@@ -555,14 +573,13 @@ impl Pace for Fair {
         if was_searching {
             self.leave_search();
         }
-        if self.is_news(reply) {
-            self.has_met_limit |= self.passed_since_refusal > 0;
-            self.refused_in_row = match self.passed_since_refusal {
+        if is_news {
+            self.refused_in_row = match passed {
                 0 => self.refused_in_row.saturating_add(1),
                 _ => 0,
             };
             if self.refused_in_row == 0 {
-                let calm = self.last_refusal.or(self.first_call);
+                let calm = refused_before.or(self.first_call);
                 let calm = calm.map_or(0.0, |since| seconds(since, now));
                 self.was_calm = calm / self.scale.token_time > CALM;
             }
@@ -573,12 +590,8 @@ impl Pace for Fair {
                     if level <= self.scale.set_point()
                         || self.scale.short.exhausted_until(0).is_some() =>
                 {
-                    self.estimate.refused_at_low_level(
-                        &self.scale,
-                        self.passed_since_refusal,
-                        waiting,
-                        since,
-                    )
+                    self.estimate
+                        .refused_at_low_level(&self.scale, passed, waiting, since)
                 }
                 Some(_) => self
                     .estimate
@@ -591,8 +604,6 @@ impl Pace for Fair {
             }
             self.last_step = Some(now);
         }
-        self.passed_since_refusal = 0;
-        self.last_refusal = Some(now);
         self.slot_before = slot;
         self.settle(now);
         let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
@@ -628,7 +639,6 @@ impl Pace for Fair {
         codec.number(&mut self.longest_wait);
         codec.small_count(&mut self.refused_in_row);
         codec.flag(&mut self.was_calm);
-        codec.flag(&mut self.slides);
         self.search.share(codec);
         self.estimate.share(codec);
         codec.optional_number(&mut self.level);

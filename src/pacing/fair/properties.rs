@@ -23,6 +23,20 @@ struct Answer {
 }
 
 impl Answer {
+    /// An answer that states nothing, `after` milliseconds after the one before. The round trip takes `trip` milliseconds.
+    fn quiet(after: u64, trip: u64) -> Self {
+        Answer {
+            after: Duration::from_millis(after),
+            trip: Duration::from_millis(trip),
+            refused: false,
+            remaining: None,
+            limit: None,
+            window: None,
+            reset: None,
+            retry_after: None,
+        }
+    }
+
     fn signal(&self) -> Signal {
         let mut quota = ObservedQuota::new();
         quota = self
@@ -162,6 +176,50 @@ fn late_response_can_only_lower_the_level() {
     assert_eq!(tell(70, 400), (Some(50.0), last));
     assert_eq!(tell(30, 450), (Some(30.0), last));
     assert_eq!(tell(40, 600).0, Some(40.0));
+}
+
+/// Headers on refusals alone state what is left at that moment, which says nothing of what follows.
+#[test]
+fn search_goes_on_if_only_refusals_state_what_is_left() {
+    let refusal = Answer {
+        refused: true,
+        remaining: Some(0),
+        limit: Some(50),
+        ..Answer::quiet(20, 5)
+    };
+    let mut answers = vec![Answer::quiet(20, 5); 20];
+    answers[3] = refusal.clone();
+    answers[15] = refusal;
+    let pace = replay(Fair::new().sole_client(), &answers, |_, _, _, _| Ok(())).unwrap();
+    assert!(pace.is_searching(), "{pace:?}");
+}
+
+#[test]
+fn search_ends_when_a_window_no_longer_slides() {
+    let stated = |left| Answer {
+        remaining: Some(left),
+        limit: Some(10),
+        window: Some(Duration::from_secs(1)),
+        ..Answer::quiet(90, 10)
+    };
+    let sliding = (0..20).map(|look| stated(4 + look % 2));
+    let fixed = (0..80).map(|look| stated(9 - look % 10));
+    let pace = Fair::new().sole_client();
+    let sliding: Vec<_> = sliding.collect();
+    let slides = replay(pace.clone(), &sliding, |_, _, _, _| Ok(())).unwrap();
+    assert!(slides.is_searching(), "{slides:?}");
+    let both: Vec<_> = sliding.into_iter().chain(fixed).collect();
+    let fixed = replay(pace, &both, |_, _, _, _| Ok(())).unwrap();
+    assert!(!fixed.is_searching(), "{fixed:?}");
+}
+
+#[test]
+fn refusal_in_a_search_starts_the_count_of_passed_requests_anew() {
+    let mut answers = vec![Answer::quiet(20, 5); 10];
+    answers[8].refused = true;
+    let pace = replay(Fair::new().sole_client(), &answers, |_, _, _, _| Ok(())).unwrap();
+    assert!(pace.is_searching());
+    assert_eq!((pace.passed_since_refusal, pace.has_met_limit), (1, true));
 }
 
 proptest! {
@@ -309,16 +367,7 @@ proptest! {
         pace in pace(),
         steps in prop::collection::vec((0_u64..20_000, 0_u64..5000), 1..60),
     ) {
-        let quiet = |(after, trip)| Answer {
-            after: Duration::from_millis(after),
-            trip: Duration::from_millis(trip),
-            refused: false,
-            remaining: None,
-            limit: None,
-            window: None,
-            reset: None,
-            retry_after: None,
-        };
+        let quiet = |(after, trip)| Answer::quiet(after, trip);
         let answers: Vec<Answer> = steps.into_iter().map(quiet).collect();
         replay(pace, &answers, |_, pace, _, _| {
             prop_assert_eq!(pace.pace(0), 0.0);
