@@ -139,8 +139,8 @@ pub fn publish_every(interval: Duration) {
 fn series() -> Series {
     #[cfg(feature = "redis")]
     let stores = stores();
-    // Dropped gates first. A gate that is dropped meanwhile is then missing until the next call, and
-    // not counted twice.
+    // Dropped gates first. A gate that is dropped meanwhile is then missing until the next call, and not counted twice: a
+    // page that is read at that moment shows its counts of the last call.
     let mut series = Series {
         counters: lock(&DROPPED).clone(),
         gauges: BTreeMap::new(),
