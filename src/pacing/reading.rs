@@ -41,7 +41,7 @@ impl QuotaNumbers {
 
 /// What an answer shows of a limit.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Answer {
+pub(super) struct QuotaAnswer {
     /// What it states. Parts that are not believed are left out on the way.
     pub(super) told: QuotaNumbers,
     /// Whether the request was not refused.

@@ -17,7 +17,7 @@ mod trust;
 
 use std::time::{Duration, Instant};
 
-use super::reading::{Answer, QuotaNumbers, wait_said};
+use super::reading::{QuotaAnswer, QuotaNumbers, wait_said};
 use super::{CallState, Dice, LONGEST, Pace, Pause, Reply, StateCodec, Traffic, seconds, span};
 use estimate::Estimate;
 use scale::Scale;
@@ -308,7 +308,7 @@ impl Fair {
     }
 
     /// Reads what is left from an answer. Returns `None` if it is unknown.
-    fn look(&mut self, mut answer: Answer) -> Option<f64> {
+    fn look(&mut self, mut answer: QuotaAnswer) -> Option<f64> {
         let was_blind = self.trust.is_silent();
         let limit = self.scale.known_limit(&answer.told);
         let believed = self.trust.believe(&answer, limit, self.scale.token_time);
@@ -499,7 +499,7 @@ impl Pace for Fair {
         }
         self.scale.answered_after(seconds(reply.sent, now));
         let level_before = self.level;
-        self.level = self.look(Answer {
+        self.level = self.look(QuotaAnswer {
             told: QuotaNumbers::of(reply.signal),
             passed: true,
             sent: reply.sent,
@@ -545,7 +545,7 @@ impl Pace for Fair {
             in_flight: traffic.in_flight + 1,
             ..*traffic
         });
-        self.level = self.look(Answer {
+        self.level = self.look(QuotaAnswer {
             told,
             passed: false,
             sent: reply.sent,

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::super::reading::{Answer, QuotaNumbers};
+use super::super::reading::{QuotaAnswer, QuotaNumbers};
 use super::super::{LONGEST, StateCodec, seconds};
 use super::SET_POINT;
 use super::short_window::ShortWindow;
@@ -239,8 +239,8 @@ impl Scale {
 
     /// Learns from an answer, of which only a plausible Remaining is left. Returns how many tokens are left
     /// above those that are kept for an even pace.
-    pub(super) fn look(&mut self, answer: &Answer) -> Option<f64> {
-        let &Answer {
+    pub(super) fn look(&mut self, answer: &QuotaAnswer) -> Option<f64> {
+        let &QuotaAnswer {
             told, sent, now, ..
         } = answer;
         self.limit = told.limit.filter(|limit| *limit >= 1.0).or(self.limit);
@@ -262,7 +262,7 @@ impl Scale {
             window: self.stated_window,
             ..told
         };
-        if let Some(seen) = self.short.look(&Answer { told, ..*answer }) {
+        if let Some(seen) = self.short.look(&QuotaAnswer { told, ..*answer }) {
             self.set(seen.token_time);
             self.paced_time = seen.paced_time.clamp(SHORTEST, LONGEST);
             self.is_below = false;

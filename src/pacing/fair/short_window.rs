@@ -15,7 +15,7 @@
 
 use std::time::Instant;
 
-use super::super::reading::Answer;
+use super::super::reading::QuotaAnswer;
 use super::super::{StateCodec, seconds, span};
 use crate::clock;
 
@@ -93,8 +93,8 @@ const LEAST: f64 = 0.05;
 
 impl ShortWindow {
     /// Learns from an answer. Returns `None` if the limit has no short window.
-    pub(super) fn look(&mut self, answer: &Answer) -> Option<Seen> {
-        let &Answer {
+    pub(super) fn look(&mut self, answer: &QuotaAnswer) -> Option<Seen> {
+        let &QuotaAnswer {
             told, sent, now, ..
         } = answer;
         let (limit, remaining) = (told.limit?, told.remaining?);

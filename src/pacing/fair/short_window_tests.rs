@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use proptest::prelude::*;
 
-use super::super::reading::{Answer, QuotaNumbers};
+use super::super::reading::{QuotaAnswer, QuotaNumbers};
 use super::super::{seconds, span};
 use super::short_window::{Seen, ShortWindow};
 use crate::clock;
@@ -39,7 +39,7 @@ impl Watcher {
     /// The server judges a request at `at` seconds: `remaining` are left, and the reset is `reset`
     /// away.
     fn look(&mut self, at: f64, remaining: f64, reset: f64) -> Option<Seen> {
-        self.window.look(&Answer {
+        self.window.look(&QuotaAnswer {
             told: QuotaNumbers {
                 remaining: Some(remaining),
                 limit: Some(self.limit),

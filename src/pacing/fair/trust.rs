@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::super::reading::Answer;
+use super::super::reading::QuotaAnswer;
 use super::super::{StateCodec, seconds};
 
 /// The Remaining values up to now.
@@ -38,11 +38,11 @@ impl Trust {
     /// refilled each `token_time` seconds.
     pub(super) fn believe(
         &mut self,
-        answer: &Answer,
+        answer: &QuotaAnswer,
         limit: Option<f64>,
         token_time: f64,
     ) -> Option<f64> {
-        let &Answer {
+        let &QuotaAnswer {
             told,
             passed,
             sent,
@@ -150,7 +150,7 @@ mod tests {
             passed: bool,
         ) -> Option<f64> {
             let now = self.now;
-            let answer = Answer {
+            let answer = QuotaAnswer {
                 told: QuotaNumbers {
                     remaining: remaining.into(),
                     ..QuotaNumbers::default()
