@@ -463,8 +463,8 @@ impl RateLimitBuilder {
     ///
     /// # Errors
     ///
-    /// [`build`](Self::build) fails if the quota is out of range, if the name is used twice, or if there are more than eight
-    /// limits. A name has the characters that that of the [layer](Self::name) may have.
+    /// [`build`](Self::build) fails if the quota is out of range, if the name is used twice or would be no name of
+    /// the [layer](Self::name), or if there are more than eight limits.
     pub fn and_per<F, K>(mut self, name: &'static str, quota: Quota, key: F) -> Self
     where
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,

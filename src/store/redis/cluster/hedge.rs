@@ -17,8 +17,8 @@ const MOST_TRIED: usize = 8;
 /// for commands that any server can execute.
 const STAGGER: Duration = Duration::from_millis(50);
 
-/// Returns the servers that are sent a command, each once: those with a connection, four seeds, the known servers, and the other
-/// seeds. All seeds may be gone, and so may all known servers.
+/// Returns the servers that are sent a command, each once: those with a connection, seeds as half of [`MOST_TRIED`], the known
+/// servers, and the other seeds. All seeds may be gone, and so may all known servers.
 pub(super) fn in_turn<'a>(
     connected: Vec<&'a Address>,
     seeds: &'a [Address],
