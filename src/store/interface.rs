@@ -116,6 +116,9 @@ pub trait Store: Send + Sync + 'static {
 
     /// Takes back unused permits of `key`. Does not block and cannot fail: a permit that does not
     /// arrive expires. The default does nothing.
+    ///
+    /// They arrive before what this process asks for `key` later: a request that gives up the units of a whole limit
+    /// may ask for them again at once.
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
         if let Some(inner) = self.inner() {
             inner.give_back(key, spec, unused);

@@ -162,7 +162,6 @@ pub(super) async fn hands_a_returned_slot_to_the_next(store: &Arc<dyn Store>) {
         "the returned slot goes to the next call"
     );
     caller.store.give_back(caller.key, &caller.spec, &returned);
-    pass(Duration::from_millis(20)).await; // a store may take its time with a give-back
     let after = caller.book(1, 2, LONG).await;
     assert_eq!(
         slots(&after)[0],

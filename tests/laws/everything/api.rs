@@ -185,6 +185,9 @@ fn ready<T>(reply: StoreReply<T>) -> Result<T, StoreError> {
 /// The last claim of each holder, and when the last of all arrives.
 type Claims = (BTreeMap<u64, (Claim, Arc<dyn StoreListener>)>, Instant);
 
+/// Permits that go back, with their key.
+type Returns = Vec<(Key, Arc<LimitSpec>, Vec<UnusedPermits>)>;
+
 /// The way of one process to the store.
 pub(crate) struct Link {
     net: Arc<Net>,
@@ -193,6 +196,8 @@ pub(crate) struct Link {
     tasks: Mutex<Vec<AbortHandle>>,
     /// The tasks of a process that was killed.
     unrun: Mutex<Vec<Task>>,
+    /// The permits that are on their way back. They arrive before the next lease.
+    returns: Arc<Mutex<Returns>>,
     claims: Arc<Mutex<Claims>>,
 }
 
@@ -203,6 +208,7 @@ impl Link {
             is_cut: AtomicBool::new(false),
             tasks: Mutex::default(),
             unrun: Mutex::default(),
+            returns: Arc::default(),
             claims: Arc::new(Mutex::new((BTreeMap::new(), Instant::now()))),
         })
     }
@@ -269,7 +275,16 @@ impl Link {
             return StoreReply::Pending(Box::pin(std::future::pending()));
         }
         self.net.count(call);
-        let (trip, memory) = (self.net.trip(), self.net.memory.clone());
+        self.travel(self.net.trip(), act)
+    }
+
+    /// Does `act` at the store when a call of this trip arrives.
+    fn travel<T: Send + 'static>(
+        &self,
+        trip: Trip,
+        act: impl FnOnce(&MemoryStore) -> StoreReply<T> + Send + 'static,
+    ) -> StoreReply<T> {
+        let memory = self.net.memory.clone();
         let call = tokio::spawn(async move {
             let mut reply = Err(away());
             if let Some(there) = trip.there {
@@ -282,6 +297,13 @@ impl Link {
         StoreReply::Pending(Box::pin(async move {
             call.await.unwrap_or(Err(StoreError::Lost))
         }))
+    }
+}
+
+/// Lets all permits arrive that are on their way back.
+fn arrive(returns: &Mutex<Returns>, memory: &MemoryStore) {
+    for (key, spec, unused) in lock(returns).drain(..) {
+        memory.give_back(key, &spec, &unused);
     }
 }
 
@@ -306,6 +328,7 @@ impl Store for Link {
         let longest = windows.max().unwrap_or_default();
         let mut reply = Err(away());
         if trip.there.is_some() {
+            arrive(&self.returns, &self.net.memory);
             reply = ready(self.net.memory.lease(request));
         }
         if self.net.plan.has_sessions
@@ -321,9 +344,16 @@ impl Store for Link {
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        let (spec, unused) = (spec.clone(), unused.to_vec());
-        drop(self.go("give_back", move |memory| {
-            memory.give_back(key, &spec, &unused);
+        if self.is_cut() {
+            return;
+        }
+        self.net.count("give_back");
+        let (trip, returns) = (self.net.trip(), self.returns.clone());
+        if trip.there.is_some() {
+            lock(&returns).push((key, spec.clone(), unused.to_vec()));
+        }
+        drop(self.travel(trip, move |memory| {
+            arrive(&returns, memory);
             StoreReply::Ready(Ok(()))
         }));
     }
