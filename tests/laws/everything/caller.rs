@@ -583,21 +583,30 @@ impl Call {
                     at: now,
                 });
         }
+        let key = (part.limiter, part.key);
+        if let Answer::Ok = answer {
+            let mut log = lock(&world.log);
+            let of = |part: &Part| (part.limiter, part.key);
+            for key in request.parts.iter().map(of) {
+                log.accepted.entry(key).and_modify(|count| *count += 1);
+            }
+        }
         if let Answer::Refused(stated) = answer {
-            lock(&world.log).met(Feature::Refusals);
+            let mut log = lock(&world.log);
+            log.met(Feature::Refusals);
+            let may_hold_a_kind = *log.accepted.entry(key).or_default() >= 3;
+            drop(log);
             if stated.is_none_or(|seconds| seconds == 0) {
-                lock(&world.log)
-                    .unstated
-                    .push(((part.limiter, part.key), now));
+                lock(&world.log).unstated.push((key, now));
             }
             // Without a key function, a refusal through a layer holds the host only.
             let has_keys = plan.keys > 0 || request.via == Via::Acquire;
             if let Some(seconds) =
                 stated.filter(|seconds| *seconds > 0 && has_keys && plan.max_hold > 0)
+                && !may_hold_a_kind
             {
                 let until = now + (seconds * 1000).min(plan.max_hold) * 1000;
                 // Others are told once a second.
-                let key = (part.limiter, part.key);
                 let log = lock(&world.log);
                 let is_recent = |of: KeyOf, at: u64| of == key && at + 1_200_000 > now;
                 let is_hold =
@@ -606,13 +615,7 @@ impl Call {
                     || log.unstated.iter().any(|(of, at)| is_recent(*of, *at));
                 drop(log);
                 // It takes effect when the answer has been taken in, in this moment.
-                world.hold(
-                    (part.limiter, part.key),
-                    process.number,
-                    now,
-                    Some(until),
-                    recent,
-                );
+                world.hold(key, process.number, now, Some(until), recent);
             }
         }
     }

@@ -71,6 +71,9 @@ pub(crate) struct Log {
     pub(crate) holds: Vec<HoldEvent>,
     /// Refusals without a stated wait: tollgate chooses for how long they hold their key.
     pub(crate) unstated: Vec<(KeyOf, u64)>,
+    /// How many requests of a key were accepted since one was refused. After some, a refusal may hold one kind of
+    /// requests alone.
+    pub(crate) accepted: BTreeMap<KeyOf, u32>,
     pub(crate) changes: BTreeMap<KeyOf, Vec<Change>>,
     pub(crate) bad: BTreeMap<KeyOf, Vec<BadAnswer>>,
     /// How often each request has arrived, and how often it has ended.
