@@ -308,8 +308,10 @@ impl Ticket {
 
     /// Returns the outcome for a request that can wait no longer.
     fn waited_too_long(&self, queue: &Queue, now: Instant) -> NoSlot {
+        // It has just answered if the call was sent at this moment.
+        let unanswered = queue.unanswered_for(now);
         if !self.bound.by_deadline
-            && let Some(waited) = queue.unanswered_for(now)
+            && let Some(waited) = unanswered.filter(|waited| !waited.is_zero())
         {
             // The store may have booked a slot without this process knowing.
             return NoSlot::Failed(StoreError::NoAnswer { waited });

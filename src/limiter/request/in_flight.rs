@@ -89,8 +89,8 @@ impl Request {
     /// Takes the in-flight slots that the request lacks. Ready with the `slots` that are due, if it has some and keeps them.
     /// Otherwise it waits for the first that it lacks.
     ///
-    /// It keeps its slots while the store answers once. If that brings no in-flight slot, they go back and it waits on: units
-    /// of slots that have expired are lost.
+    /// It keeps its slots while the store answers once, until they expire. If that brings no in-flight slot, they go back
+    /// and it waits on.
     pub(super) fn take_in_flight_slots(
         &mut self,
         mut slots: Option<Slots>,
