@@ -117,8 +117,6 @@ async fn all_is_free(world: &Arc<World>) {
         if plan.max_wait < 4 * trip {
             continue;
         }
-        let may_be_overtaken = trip > 0 && plan.tokens.is_some() && plan.in_flight.is_some();
-        let may_wait = may_wait || known::RETURNS_OVERTAKEN.stands() && may_be_overtaken;
         let part = Part {
             limiter,
             key: 0,

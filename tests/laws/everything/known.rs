@@ -103,10 +103,6 @@ known! {
          each outage allows them anew.";
     GUARD_WITH_FEW_KEYS: "23",
         "The stop of a guard ends early for a key whose state was evicted.";
-    RETURNS_OVERTAKEN: "21b",
-        "A request of several keys or units whose in-flight slot the store has to grant gives its units back and asks anew. \
-         If the store gets that call before the units, as it may with messages that overtake each other, the \
-         request waits for the next slot. Seen once in 100,000 histories.";
     SLOTS_OF_CROWDS: "21b",
         "If many waiters of two keys are dropped, the others may wait three times longer than their limits need, for slots \
          far ahead, and the whole limit may be free two windows late. Seen in 2 of 600 histories of `bursts`.";
