@@ -94,22 +94,19 @@ impl Wait {
 
     /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired or is lost, if a hold has
     /// begun, or if the limiter is drained: then the request waits again, in its old place. The owner may have taken any time
-    /// meanwhile, so a request without a slot, which would expire, looks at holds and at its deadline once more.
+    /// meanwhile, so the request looks at holds and at its deadline once more.
     ///
     /// # Errors
     ///
-    /// If the deadline of a request without a slot has passed. Then the wait has ended.
+    /// If the deadline of the request has passed. Then the wait has ended.
     pub(crate) fn leave(&mut self, taken: Taken) -> Result<Option<Taken>, Limited> {
         let now = clock::now();
-        let until = taken.deadline();
-        if until.is_none() && self.deadline.is_some_and(|deadline| deadline < now) {
+        if self.deadline.is_some_and(|deadline| deadline < now) {
             return Err(self.refuse(Reason::Deadline));
         }
-        let is_stopped = match until {
-            Some(until) => until <= now,
-            None => !taken.is_probe() && self.request.held(now).is_some(),
-        };
-        if !is_stopped && !taken.has_lost_slot(now) && !self.open.is_drained() {
+        let is_expired = taken.deadline().is_some_and(|until| until <= now);
+        let is_held = !taken.is_probe() && self.request.held(now).is_some();
+        if !is_expired && !is_held && !taken.has_lost_slot(now) && !self.open.is_drained() {
             self.open.left(taken.outcome());
             self.span.end();
             return Ok(Some(taken));

@@ -259,6 +259,45 @@ async fn an_in_flight_slot_is_no_permit_for_later() {
     assert_eq!(reason, Reason::Deadline);
 }
 
+/// The permit of a slow store is valid for longer than the inner service takes. Its key is put on hold meanwhile, or its
+/// deadline passes.
+#[tokio::test(start_paused = true)]
+async fn a_permit_that_lasts_obeys_holds_and_deadlines() {
+    let limit = RateLimitLayer::builder(Quota::per_minute(100))
+        .store(Arc::new(Distant::new(ms(900))))
+        .max_wait(ms(600_000));
+    let limit = limit.build().unwrap();
+    let upstream = Upstream::new();
+    let door = Door::open(upstream.clone());
+    let mut service = limit.layer(door.clone());
+    let held = tokio::spawn(service.ready().await.unwrap().call(get("/held")));
+    settle().await;
+    door.becomes(State::Closed);
+    // The first permit has expired on its way. The second one is valid for 0.9 s more.
+    pass(ms(1900)).await;
+    limit.limiter().hold_for(Key::ALL, ms(500)).await.unwrap();
+    pass(ms(100)).await;
+    door.becomes(State::Open);
+    pass(ms(100)).await;
+    assert_eq!(upstream.paths(), Vec::<String>::new());
+    soon(held).await.unwrap().unwrap();
+
+    let mut request = get("/late");
+    let deadline = tokio::time::Instant::now() + ms(1000);
+    let deadline = Deadline::at(deadline.into_std());
+    request.extensions_mut().insert(deadline);
+    let late = tokio::spawn(service.ready().await.unwrap().call(request));
+    settle().await;
+    door.becomes(State::Closed);
+    pass(ms(1200)).await;
+    door.becomes(State::Open);
+    let error = soon(late).await.unwrap().unwrap_err();
+    let Error::Limited(Limited::Local { reason, .. }) = error else {
+        panic!("{error}")
+    };
+    assert_eq!(reason, Reason::Deadline);
+}
+
 #[tokio::test(start_paused = true)]
 async fn waiter_is_not_blocked_by_its_original_service_value() {
     let upstream = Upstream::new();
