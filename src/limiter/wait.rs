@@ -32,6 +32,8 @@ pub(crate) struct Wait {
     /// When the caller wants the request to be sent at the latest, also if `max_wait` ends earlier.
     deadline: Option<Instant>,
     open: OpenRequest<Core>,
+    /// The same at the limiters of its other keys, whose drains wait for it and end its wait, too. It does not count there.
+    beside: Vec<OpenRequest<Core>>,
     /// When the wait began.
     since: Instant,
     /// The name of its first key in errors and events.
@@ -79,12 +81,18 @@ impl Wait {
     ) -> Box<Self> {
         let Part { core, key, .. } = &request.parts()[0];
         let open = OpenRequest::begin(core.clone(), *key, since, &label, request.queued());
+        let others = request.parts()[1..].iter();
+        let others = others.filter(|part| !part.core.settings.is_further_unit);
+        let beside =
+            others.map(|part| OpenRequest::new(part.core.clone(), part.key, since).sent_again());
+        let beside = beside.collect();
         let (because, hold) = request.because(since);
         let span = WaitSpan::begin(&label, because.name(), because.limit(), hold);
         Box::new(Wait {
             request,
             deadline,
             open,
+            beside,
             since,
             label,
             because,
@@ -93,7 +101,7 @@ impl Wait {
     }
 
     /// Lets the request leave with what it has, and counts it. Returns `None` if that has expired or is lost, if a hold has
-    /// begun, or if the limiter is drained: then the request waits again, in its old place. The owner may have taken any time
+    /// begun, or if a limiter is drained: then the request waits again, in its old place. The owner may have taken any time
     /// meanwhile, so the request looks at holds and at its deadline once more.
     ///
     /// # Errors
@@ -106,8 +114,11 @@ impl Wait {
         }
         let is_expired = taken.deadline().is_some_and(|until| until <= now);
         let is_held = !taken.is_probe() && self.request.held(now).is_some();
-        if !is_expired && !is_held && !taken.has_lost_slot(now) && !self.open.is_drained() {
+        let mut gates = std::iter::once(&self.open).chain(&self.beside);
+        let is_stopped = is_expired || is_held || gates.any(OpenRequest::is_drained);
+        if !is_stopped && !taken.has_lost_slot(now) {
             self.open.left(taken.outcome());
+            self.beside.clear();
             self.span.end();
             return Ok(Some(taken));
         }
@@ -151,6 +162,7 @@ impl Wait {
         let waited = (self.since, self.request.turns);
         let limited = error_of(self.request.parts(), stopped, &self.label, waited, now);
         let limited = self.open.refuse(limited);
+        self.beside.clear();
         self.span.refused(&limited);
         limited
     }
@@ -195,7 +207,12 @@ impl Future for Wait {
     type Output = Result<Taken, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.open.poll_drained(cx).is_ready() {
+        let this = &mut *self;
+        let mut is_drained = this.open.poll_drained(cx).is_ready();
+        for gate in &mut this.beside {
+            is_drained |= gate.poll_drained(cx).is_ready();
+        }
+        if is_drained {
             return Poll::Ready(Err(self.refuse(Reason::Draining)));
         }
         let result = match self.request.poll(cx) {

@@ -20,7 +20,7 @@ pub(crate) struct OpenRequest<G: Gate> {
     since: Instant,
     /// The number under which it waits. `None` once its outcome is known.
     number: Option<u64>,
-    /// Whether it counts. A request that is sent again has counted before.
+    /// Whether it counts. A request that is sent again has counted before, and one of several keys counts at the first.
     counts: bool,
     /// Fires at the deadline of the drain, if the gate is drained.
     drain: Timer,
@@ -54,7 +54,7 @@ impl<G: Gate> OpenRequest<G> {
         OpenRequest::new(gate, key, since)
     }
 
-    /// Makes it a request that waits again, and has counted before.
+    /// Makes it a request that counts elsewhere: it is sent again and has counted before, or has another key.
     pub(crate) fn sent_again(mut self) -> Self {
         self.counts = false;
         self

@@ -120,6 +120,23 @@ async fn drain_refuses_joint_requests_without_a_slot_in_time() {
     assert_draining(&acquire().await.unwrap_err());
 }
 
+/// A request waits for its first limit. The drain of the second one waits for it until the deadline, and refuses it then.
+#[tokio::test(start_paused = true)]
+async fn drains_of_any_limiter_end_the_waits_of_joint_requests() {
+    let first = limiter(Quota::every(SECOND * 60));
+    let second = limiter(Quota::per_second(1000));
+    drop(first.acquire(Key::ALL).await.unwrap());
+    let waits = waiters(1, || first.acquire(Key::ALL).and(second.acquire(Key::ALL)));
+    let start = Instant::now();
+    second.drain(SECOND).await.unwrap();
+    assert_eq!(start.elapsed(), SECOND);
+    for wait in waits {
+        let (at, result) = wait.await.unwrap();
+        assert_eq!(at, SECOND);
+        assert_draining(&result.unwrap_err());
+    }
+}
+
 /// A waker that drops the request that it wakes, as another thread may do at that moment.
 #[derive(Default)]
 struct DropsWhatItWakes(std::sync::Mutex<Option<std::pin::Pin<Box<Acquire>>>>);
