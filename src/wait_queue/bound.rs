@@ -6,7 +6,9 @@ use crate::blocking;
 use crate::clock;
 use crate::error::Reason;
 
-/// How long a request can wait for a slot, and whether its deadline or `max_wait` decides that.
+use super::{ANSWER, answer_by};
+
+/// How long a request can wait for a slot: until its deadline, and for `max_wait`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct WaitBound {
     /// The latest moment that the request can wait for: a slot, or the end of a hold.
@@ -15,8 +17,8 @@ pub(crate) struct WaitBound {
     pub(crate) patient_until: Instant,
     /// How long after it came `latest` is, if its deadline is no earlier: the span that [`Reason::MaxWait`] states.
     pub(crate) longest: Duration,
-    /// Whether the deadline of the request decides. Otherwise `max_wait` does.
-    pub(crate) by_deadline: bool,
+    /// The deadline of the request: it waits for nothing beyond it.
+    pub(crate) deadline: Option<Instant>,
     /// Whether `max_wait` is zero, so that the request waits for the margin of its quota at most.
     pub(crate) is_none: bool,
     /// Whether no request waits because it is made inside of a call of the same limiter: see
@@ -38,16 +40,57 @@ impl WaitBound {
         } else {
             max_wait
         };
-        let latest = clock::after(now, longest);
-        let deadline = deadline.filter(|deadline| *deadline < latest);
+        let cap = |moment| deadline.map_or(moment, |deadline| deadline.min(moment));
         WaitBound {
-            latest: deadline.unwrap_or(latest),
-            patient_until: deadline.unwrap_or_else(|| clock::after(now, max_wait)),
+            latest: cap(clock::after(now, longest)),
+            patient_until: cap(clock::after(now, max_wait)),
             longest,
-            by_deadline: deadline.is_some(),
+            deadline,
             is_none: max_wait.is_zero(),
             is_nested: false,
         }
+    }
+
+    /// Returns whether the deadline decides for how long the request waits for its slot. Otherwise `max_wait` does.
+    pub(crate) fn is_by_deadline(&self) -> bool {
+        self.deadline
+            .is_some_and(|deadline| deadline <= self.latest)
+    }
+
+    /// Returns until when the request waits for the answer of a store that decides on its slot: [`ANSWER`] at least, as that
+    /// time does not count against `max_wait`.
+    pub(crate) fn decided_by(&self, now: Instant) -> Instant {
+        self.cap(self.latest.max(clock::after(now, ANSWER)))
+    }
+
+    /// Returns until when the request waits for what has no known moment. If it can wait for nothing, it waits for the answer
+    /// of a store: see [`answer_by`].
+    pub(crate) fn answered_by(&self, now: Instant) -> Instant {
+        self.cap(answer_by(self.patient_until, now))
+    }
+
+    /// Lets the request wait until `latest` at least, but not beyond its deadline.
+    pub(crate) fn extend_to(&mut self, latest: Instant) {
+        self.latest = self.cap(self.latest.max(latest));
+    }
+
+    /// Lets the request wait for `span` longer, but not beyond its deadline.
+    pub(crate) fn extend_by(&mut self, span: Duration) {
+        self.latest = self.cap(clock::after(self.latest, span));
+        self.patient_until = self.cap(clock::after(self.patient_until, span));
+    }
+
+    /// Sets an earlier deadline.
+    pub(crate) fn end_by(&mut self, by: Instant) {
+        self.deadline = Some(self.cap(by));
+        self.latest = self.latest.min(by);
+        self.patient_until = self.patient_until.min(by);
+    }
+
+    /// Returns the deadline, if it is earlier than `moment`.
+    fn cap(&self, moment: Instant) -> Instant {
+        self.deadline
+            .map_or(moment, |deadline| deadline.min(moment))
     }
 
     /// Lets the request not wait at all if it `is_nested`.
@@ -57,9 +100,9 @@ impl WaitBound {
                 latest: now,
                 patient_until: now,
                 longest: Duration::ZERO,
-                by_deadline: false,
                 is_none: true,
                 is_nested: true,
+                ..self
             }
         } else {
             self
@@ -75,7 +118,7 @@ impl WaitBound {
     pub(crate) fn reason(&self) -> Reason {
         if self.is_nested {
             Reason::Nested
-        } else if self.by_deadline {
+        } else if self.is_by_deadline() {
             Reason::Deadline
         } else {
             Reason::MaxWait(self.longest)

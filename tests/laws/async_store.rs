@@ -89,6 +89,30 @@ impl Store for Lossy {
     }
 }
 
+/// It may wait for the answer of a slow store, but not beyond its deadline, also if that is later than `max_wait`.
+#[tokio::test(start_paused = true)]
+async fn no_request_waits_for_an_answer_beyond_its_deadline() {
+    for max_wait in [0, 30, 1000] {
+        let builder = RateLimitLayer::builder(Quota::per_second(10));
+        let builder = builder
+            .store(Remote::new(millis(200)))
+            .max_wait(millis(max_wait));
+        let limiter = builder.build().unwrap().limiter();
+        let start = Instant::now();
+        let deadline = (start + millis(50)).into_std();
+        let refused = limiter.acquire(key()).deadline(deadline).await;
+        assert!(refused.is_err());
+        assert_eq!(start.elapsed(), millis(50), "max_wait {max_wait}");
+        let joint = limiter
+            .acquire(key())
+            .and(limiter.acquire(Key::new("other")))
+            .deadline((Instant::now() + millis(50)).into_std());
+        let start = Instant::now();
+        assert!(joint.await.is_err());
+        assert_eq!(start.elapsed(), millis(50), "max_wait {max_wait}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_slot_is_confirmed_before_it_is_due() {
     // A permit lives for 50 ms, which is shorter than the trip.

@@ -264,11 +264,9 @@ impl<'a> SlotSearch<'a> {
     fn aims_later(&mut self, bound: &mut WaitBound) -> bool {
         let now = clock::now();
         let took = now.saturating_duration_since(self.began);
-        if !bound.by_deadline {
-            // The slots of the parts differ a little.
-            let latest = clock::after(now, 2 * took).min(clock::after(self.began, ANSWER));
-            bound.latest = bound.latest.max(latest);
-        }
+        // The slots of the parts differ a little.
+        let latest = clock::after(now, 2 * took).min(clock::after(self.began, ANSWER));
+        bound.extend_to(latest);
         let aim = clock::after(now, took).min(bound.latest);
         self.earliest = self.earliest.max(Some(aim));
         now < bound.latest

@@ -25,7 +25,7 @@ use crate::limiter::slots::Slots;
 use crate::locks::lock;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
-use crate::wait_queue::{ANSWER, Left, WaitBound, answer_by};
+use crate::wait_queue::{ANSWER, Left, WaitBound};
 use crate::wakers::Wakers;
 
 /// The most joint slots that are booked anew behind one that came back. Each takes a search.
@@ -206,9 +206,9 @@ impl JointSet {
         now: Instant,
     ) {
         let mut wait = SlotWait::new(bound, now);
-        if is_back && !bound.by_deadline {
+        if is_back {
             // It has had an answer, so it may get a slot of one behind it at any time.
-            wait.gives_up_at = answer_by(bound.patient_until, now);
+            wait.gives_up_at = bound.answered_by(now);
         }
         self.with(|state, _| {
             wait.is_in_line = state.refused_near.is_some() && state.lanes.waiting() > 0;
@@ -602,7 +602,10 @@ impl SetState {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
             NoSlot::Refused(Refusal { wait, ..refusal })
-        } else if wait.bound.by_deadline || has_answer || now < clock::after(wait.entered, ANSWER) {
+        } else if wait.bound.is_by_deadline()
+            || has_answer
+            || now < clock::after(wait.entered, ANSWER)
+        {
             NoSlot::NEVER
         } else {
             NoSlot::Failed(StoreError::NoAnswer { waited: ANSWER })

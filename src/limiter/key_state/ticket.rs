@@ -310,7 +310,7 @@ impl Ticket {
     fn waited_too_long(&self, queue: &Queue, now: Instant) -> NoSlot {
         // It has just answered if the call was sent at this moment.
         let unanswered = queue.unanswered_for(now);
-        if !self.bound.by_deadline
+        if !self.bound.is_by_deadline()
             && let Some(waited) = unanswered.filter(|waited| !waited.is_zero())
         {
             // The store may have booked a slot without this process knowing.

@@ -55,17 +55,12 @@ impl SlotWait {
     /// A request that enters at `now`. Without a deadline, it waits for the answer of the store even if it can wait less
     /// for its slot.
     pub(in crate::limiter) fn new(bound: WaitBound, now: Instant) -> Self {
-        let gives_up_at = if bound.by_deadline {
-            bound.latest
-        } else {
-            bound.latest.max(clock::after(now, ANSWER))
-        };
         SlotWait {
             bound,
             entered: now,
             is_decided: false,
             is_in_line: false,
-            gives_up_at,
+            gives_up_at: bound.decided_by(now),
         }
     }
 
@@ -547,8 +542,7 @@ impl<S: Booked> Lane<S> {
         wakers: &mut Wakers,
     ) {
         for (_, wait) in self.iter_mut() {
-            wait.bound.latest = wait.bound.latest.min(by);
-            wait.bound.by_deadline = true;
+            wait.bound.end_by(by);
             wait.gives_up_at = wait.gives_up_at.min(by);
         }
         let slots: Vec<Instant> = self.slots.iter().flat_map(each_permit).collect();

@@ -5,12 +5,10 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::GivenUp;
-use crate::clock;
 use crate::limiter::lanes::{Booked, Lane, SlotWait};
 use crate::limiter::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::store::Refusal;
 use crate::wait_queue::Number;
-use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 impl Booked for Reservation {
@@ -199,16 +197,7 @@ impl Lane<Reservation> {
         for wait in self.undecided() {
             let asking = now.saturating_duration_since(wait.entered);
             wait.entered = now.max(wait.entered);
-            if !wait.bound.by_deadline {
-                let WaitBound {
-                    latest,
-                    patient_until,
-                    ..
-                } = &mut wait.bound;
-                for until in [latest, patient_until] {
-                    *until = clock::after(*until, asking);
-                }
-            }
+            wait.bound.extend_by(asking);
         }
     }
 }

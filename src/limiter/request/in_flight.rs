@@ -15,7 +15,7 @@ use crate::limiter::part::{Part, PartRef};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::NoSlot;
 use crate::limiter::slots::Slots;
-use crate::wait_queue::{WaitBound, answer_by};
+use crate::wait_queue::WaitBound;
 
 /// What a request has of a limit of calls in flight.
 #[derive(Debug)]
@@ -117,7 +117,7 @@ impl Request {
                 self.stage = WaitStage::InFlight {
                     until: match expire.filter(|_| asks_once) {
                         Some(expire) => expire.min(latest),
-                        None => answer_by(latest, now),
+                        None => bound.answered_by(now),
                     },
                     slots: slots.map(Box::new),
                 };

@@ -397,7 +397,7 @@ impl Request {
     fn waited_for_answer(&mut self, now: Instant) {
         let bound = &mut self.place.bound;
         if bound.is_none {
-            bound.latest = bound.latest.max(now);
+            bound.extend_to(now);
         }
     }
 
