@@ -821,6 +821,30 @@ async fn waiters_that_may_pass_uncounted_obey_holds() {
     assert!(start.elapsed() < 4 * SECOND, "{:?}", start.elapsed());
 }
 
+/// The same for requests of several keys.
+#[tokio::test(start_paused = true)]
+async fn joint_requests_that_may_pass_uncounted_obey_holds() {
+    let store = Arc::new(WithoutLeases(Wire::new(&Server::new(), &[ms(5)])));
+    let layer = RateLimitLayer::builder(Quota::per_second(10))
+        .store(store)
+        .max_wait(10 * SECOND);
+    let limiter = layer
+        .on_store_error(OnStoreError::FailOpen)
+        .build()
+        .unwrap()
+        .limiter();
+    let start = Instant::now();
+    let joint = limiter
+        .acquire(key())
+        .and(limiter.acquire(Key::new("other")));
+    let mut joint = Box::pin(joint);
+    assert!(joint.as_mut().now_or_never().is_none());
+    limiter.hold_for(key(), 3 * SECOND).await.unwrap();
+    drop(joint.await.expect("it passes uncounted after the hold"));
+    assert!(start.elapsed() >= 3 * SECOND, "{:?}", start.elapsed());
+    assert!(start.elapsed() < 4 * SECOND, "{:?}", start.elapsed());
+}
+
 /// The message of a release is lost. The reply to the inquiry of a request that cannot wait lets all others go on.
 #[tokio::test(start_paused = true)]
 async fn release_learned_by_an_inquiry_ends_all_waits() {

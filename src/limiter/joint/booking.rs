@@ -176,36 +176,46 @@ impl<'a> SlotSearch<'a> {
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
                     JointAnswer::Granted { .. } | JointAnswer::Again => {}
-                    JointAnswer::Paused(wait) => {
-                        let until = clock::after(clock::now(), wait);
-                        if until > bound.latest {
-                            return refused(part, Refusal::for_span(wait));
-                        }
-                        // Meanwhile the request takes nothing of its other keys. Then this part is
-                        // asked first.
-                        give_back(self.parts, std::mem::take(&mut self.slots));
-                        let given_up = self.given_up.iter_mut().map(Option::take);
-                        give_back(self.parts, given_up);
-                        self.slots = self.parts.iter().map(|_| None).collect();
-                        self.last = part;
-                        clock::sleep_until(until).await;
-                        self.began = clock::now();
-                    }
+                    JointAnswer::Paused(wait) => self.pause(part, wait, bound).await?,
                     JointAnswer::No(NoSlot::Failed(error))
                         if self.parts[part].core.fails_open_on(&error) =>
                     {
                         let Part { core, key, .. } = &self.parts[part];
-                        if let Some(left) = core.held(*key, clock::now()) {
-                            // No request passes uncounted while its key is on hold.
-                            return refused(part, Refusal::for_span(left));
+                        // No request passes uncounted while its key is on hold.
+                        match core.held(*key, clock::now()) {
+                            Some(left) => self.pause(part, left, bound).await?,
+                            None => {
+                                self.passes[part] = true;
+                                self.uncounted = Some((part, error));
+                            }
                         }
-                        self.passes[part] = true;
-                        self.uncounted = Some((part, error));
                     }
                     JointAnswer::No(cause) => return Err(JointRefusal { part, cause }),
                 }
             }
         }
+    }
+
+    /// Waits for `span`, in which a part lets no request pass, if the request can wait for so long. Meanwhile it takes nothing
+    /// of its other keys. Then this part is asked first.
+    async fn pause(
+        &mut self,
+        part: usize,
+        span: Duration,
+        bound: WaitBound,
+    ) -> Result<(), JointRefusal> {
+        let until = clock::after(clock::now(), span);
+        if until > bound.latest {
+            return Err(JointRefusal::refused(part, Refusal::for_span(span)));
+        }
+        give_back(self.parts, std::mem::take(&mut self.slots));
+        let given_up = self.given_up.iter_mut().map(Option::take);
+        give_back(self.parts, given_up);
+        self.slots = self.parts.iter().map(|_| None).collect();
+        self.last = part;
+        clock::sleep_until(until).await;
+        self.began = clock::now();
+        Ok(())
     }
 
     /// Returns a refusal for which no store need be called, if there is one.
