@@ -253,7 +253,8 @@ impl Request {
     pub(super) fn lower_costs(&mut self, estimates: impl Iterator<Item = u32>) -> bool {
         let mut lower = self.place.costs.clone();
         for (cost, estimate) in lower.iter_mut().zip(estimates) {
-            *cost = estimate.min(*cost);
+            // One that waits in a line for nothing would never get it.
+            *cost = estimate.max(1).min(*cost);
         }
         let is_lower = lower != self.place.costs;
         if is_lower {
