@@ -112,7 +112,13 @@ impl Request {
             let entered = in_flight_slot::enter(core, *key, number, impatient, max_queue, now);
             let ended = entered.unwrap_or_else(|Full| Some(Err(NoSlot::Failed(core.full()))));
             let Some(ended) = ended else {
-                self.waited_before |= !asks_once;
+                if !asks_once {
+                    self.waited_before = true;
+                    // Requests that wait for a narrower limit keep nothing of a wider one, or they would wait in a circle.
+                    for later in &mut self.in_flight[index + 1..] {
+                        later.grant = InFlightGrant::Missing;
+                    }
+                }
                 let expire = slots.as_ref().and_then(|slots| slots.until);
                 self.stage = WaitStage::InFlight {
                     until: match expire.filter(|_| asks_once) {
