@@ -275,7 +275,7 @@ impl Limiter {
     ///
     /// # Errors
     ///
-    /// [`StoreError`] if the hold may not have ended. In this process it has not.
+    /// [`StoreError`] if some of that may not have ended, here or in other processes. Releasing the key again ends the rest.
     ///
     /// # Cancel safety
     ///
