@@ -75,6 +75,9 @@ pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError
         let released = store.change(held, &core.terms(held), Change::Release);
         let in_force = released.arrives().await?;
         adopt_seen(core, held, in_force.hold, clock::now());
+        // The message of the release may have come first, and looks like that of an accepted request.
+        core.states
+            .find(held, |state| state.hold.forget_suspicion());
     }
     own_quota::forget_learned(core, key).await?;
     events::released(&core.settings.tally, &core.label(key, None));

@@ -456,6 +456,27 @@ async fn stated_waits_of_a_kind_hold_the_key_once() {
     }
 }
 
+/// An operator releases a key that is on hold for a moment more. In a store in memory, the message of that comes before the reply,
+/// and looks as if a request had been accepted. No kind is held at its next refusal.
+#[tokio::test(start_paused = true)]
+async fn release_near_the_end_of_a_hold_accepts_no_kind() {
+    let builder = builder().0.key(|_| Key::new("account"));
+    let layer = builder.max_wait(60 * SECOND).build().unwrap();
+    let limiter = layer.limiter();
+    let bad = server_that(States::Wait(30), |request| request.method() == "POST");
+    let service = ServiceBuilder::new().layer(layer).service(bad);
+    let call = |method| service.clone().oneshot(request(method, "/v1/bad"));
+    assert_eq!(call("POST").await.unwrap().status(), 429);
+    assert_eq!(call("POST").await.unwrap().status(), 429);
+    sleep(29 * SECOND + 500 * MS).await;
+    limiter.release(Key::new("account")).await.unwrap();
+    assert_eq!(call("POST").await.unwrap().status(), 429);
+    // The key is on hold, and not its kind.
+    let get = tokio::spawn(call("GET"));
+    sleep(SECOND).await;
+    assert!(!get.is_finished());
+}
+
 /// An operator releases the key, in a process that has never seen a request: no kind is held then, until it is refused again.
 #[tokio::test(start_paused = true)]
 async fn release_by_another_process_ends_holds_of_kinds() {

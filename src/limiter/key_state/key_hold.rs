@@ -220,6 +220,13 @@ impl KeyHold {
         self.details.as_mut()?.suspicion.as_deref_mut()
     }
 
+    /// Ends the suspicion, because an operator says that requests are accepted.
+    pub(in crate::limiter) fn forget_suspicion(&mut self) {
+        if let Some(details) = &mut self.details {
+            details.suspicion = None;
+        }
+    }
+
     pub(super) fn hold_mut(&mut self) -> Option<&mut Hold> {
         self.details.as_mut().map(|details| &mut details.hold)
     }
@@ -304,10 +311,16 @@ impl KeyHold {
             return false;
         }
         let details = self.details(sent);
-        let releases = details.hold.releases();
+        let (releases, is_known) = (details.hold.releases(), details.hold.knows_releases());
+        let before = details.hold.left(sent);
+        let was_probing = before.is_none() && details.hold.is_cut();
         let precedes_release = details.hold.answered(held, sent, bounds);
         if details.hold.releases() > releases {
             details.forget_stated_wait();
+            // The first answer may state releases from before the hold.
+            if is_known {
+                details.released(HoldSource::Published, before, was_probing, bounds.1);
+            }
         }
         precedes_release
     }

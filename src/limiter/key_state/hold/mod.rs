@@ -141,6 +141,11 @@ impl Hold {
         self.releases
     }
 
+    /// Returns whether the store or another process has stated how often holds of the key were released.
+    pub(super) fn knows_releases(&self) -> bool {
+        self.knows_releases
+    }
+
     /// Takes in a hold or a release that this process saw or that another process published.
     /// Returns whether the hold changed.
     pub(super) fn adopt(&mut self, held: HoldState, source: HoldSource, now: Instant) -> bool {
