@@ -7,7 +7,6 @@
 
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -20,7 +19,6 @@ use super::key_state::{
     ChargeNumber, Effect, FleetCall, HeaderTrust, KeyContext, KeyState, LeaseFuture, SentCall,
     StatedLimit, Work, confirmed,
 };
-use super::queue::CallNumber;
 use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
@@ -279,7 +277,7 @@ impl Core {
         work.wakers.wake();
         for effect in work.effects {
             match effect {
-                Effect::Call(number, call, answer) => self.call(key, number, call, answer),
+                Effect::Call(call, answer) => self.call(key, call, answer),
                 Effect::ShareProbe(call) => self.share_probe(key, *call),
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
             }
@@ -335,39 +333,32 @@ impl Core {
     }
 
     /// Runs a call for the waiters of `key` to its end.
-    fn call(self: &Arc<Self>, key: Key, number: CallNumber, call: SentCall, answer: LeaseFuture) {
-        let mut open = StoreCall::new(self, key, call);
-        open.number = Some(number);
+    ///
+    /// The store may be in this process, although its answer is not at hand: if the call ends a learned quota, see
+    /// `store/unlearning.rs`. Then the call is polled at once, so that the waiter has its slot when it is first polled,
+    /// which may be at its deadline. If that brings the answer, later calls expect answers at once.
+    fn call(self: &Arc<Self>, key: Key, call: SentCall, mut answer: LeaseFuture) {
+        let open = StoreCall::new(self, key, call);
         let Settings { learn, store, .. } = &self.settings;
-        if *learn == HeaderTrust::Ignore && store.background().is_none() {
-            return self.call_in_process(number, open, answer);
-        }
-        self.spawn(async move {
+        let may_be_here = *learn == HeaderTrust::Ignore && store.background().is_none();
+        let call = async move {
+            let mut polls = 0;
+            let answer = poll_fn(|cx| {
+                polls += 1;
+                answer.as_mut().poll(cx)
+            });
             let answer = answer.await;
             open.answered(answer, |state, ctx, call, answer| {
-                state.call_answered(ctx, number, call, answer);
-            });
-        });
-    }
-
-    /// Runs a call to a store that may be in this process, although its answer is not at hand. This is so if the
-    /// call ends a learned quota: see `store/unlearning.rs`. Then the waiter has its slot when it is first polled,
-    /// which may be at its deadline, and later calls expect answers at once.
-    fn call_in_process(&self, number: CallNumber, open: StoreCall, mut answer: LeaseFuture) {
-        self.start(async move {
-            let first = poll_fn(|cx| Poll::Ready(answer.as_mut().poll(cx))).await;
-            let is_at_once = first.is_ready();
-            let answer = match first {
-                Poll::Ready(answer) => answer,
-                Poll::Pending => answer.await,
-            };
-            open.answered(answer, |state, ctx, call, answer| {
-                if is_at_once {
+                if may_be_here && polls == 1 {
                     state.note_at_once();
                 }
-                state.call_answered(ctx, number, call, answer);
+                state.call_answered(ctx, call, answer);
             });
-        });
+        };
+        match may_be_here {
+            true => self.start(call),
+            false => self.spawn(call),
+        }
     }
 
     /// Limits the calls in flight of `key`, if they are limited.

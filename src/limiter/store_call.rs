@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 
 use super::engine::Core;
 use super::key_state::{KeyContext, KeyState, SentCall};
-use super::queue::CallNumber;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -18,8 +17,6 @@ pub(super) struct StoreCall {
     core: Arc<Core>,
     key: Key,
     call: SentCall,
-    /// The number of a call that waiters of the key wait for.
-    pub(super) number: Option<CallNumber>,
     is_open: bool,
 }
 
@@ -29,7 +26,6 @@ impl StoreCall {
             core: core.clone(),
             key,
             call,
-            number: None,
             is_open: true,
         }
     }
@@ -74,13 +70,11 @@ impl StoreCall {
 
 impl Drop for StoreCall {
     fn drop(&mut self) {
-        let &mut StoreCall { call, number, .. } = self;
-        if self.is_open && (number.is_some() || call.has_charge()) {
-            self.core
-                .with_state(self.key, clock::now(), |state, ctx| match number {
-                    Some(number) => state.call_answered(ctx, number, call, Err(StoreError::Lost)),
-                    None => state.charge_answered(ctx, call, false),
-                });
+        let &mut StoreCall { key, call, .. } = self;
+        if self.is_open {
+            self.core.with_state(key, clock::now(), |state, ctx| {
+                state.call_answered(ctx, call, Err(StoreError::Lost));
+            });
         }
     }
 }

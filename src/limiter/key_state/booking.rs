@@ -20,7 +20,7 @@ use super::store_view::slot;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::lanes::HandedOut;
-use crate::limiter::queue::{Answered, CallNumber, Delay, Gathering, Number};
+use crate::limiter::queue::{Answered, Delay, Gathering, Number};
 use crate::limiter::reservation::{NoSlot, ProbeNumber};
 use crate::quota::Limit;
 use crate::store::{Demand, Lease, Refusal, StoreReply, trust};
@@ -299,7 +299,11 @@ impl KeyState {
     ) {
         let queue = self.queue.get_or_insert_default();
         let number = queue.call_sent(demands, ctx.now, ctx.is_watched());
-        ctx.work.effects.push(Effect::Call(number, call, answer));
+        let call = SentCall {
+            number: Some(number),
+            ..call
+        };
+        ctx.work.effects.push(Effect::Call(call, answer));
     }
 
     /// Gives back the permits that no waiter needs, unless a call that returns them is about to be
@@ -338,17 +342,16 @@ impl KeyState {
         }
     }
 
-    /// Takes in the answer to a call. If the call is not the last one, it counted as lost, and the permits that it
-    /// brings are given back.
+    /// Takes in the answer to a call. If the waiters do not wait for it, because it was for something else or counted as
+    /// lost, the permits that it brings are given back.
     pub(in crate::limiter) fn call_answered(
         &mut self,
         ctx: &mut KeyContext<'_>,
-        number: CallNumber,
         call: SentCall,
         answer: Result<Lease, StoreError>,
     ) {
         let under_way = self.queue.as_ref().and_then(|queue| queue.call_number());
-        if under_way != Some(number) {
+        if call.number.is_none() || call.number != under_way {
             self.charge_answered(ctx, call, answer.is_ok());
             if let Ok(lease) = answer {
                 ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());

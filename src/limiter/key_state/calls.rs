@@ -19,7 +19,7 @@ use super::KeyState;
 use super::charges::ChargeNumber;
 use super::context::KeyContext;
 use crate::error::StoreError;
-use crate::limiter::queue::Returns;
+use crate::limiter::queue::{CallNumber, Returns};
 use crate::store::{Demand, JointCall, Lease, LeaseRequest, StoreReply};
 
 /// What a call asks for.
@@ -90,13 +90,8 @@ pub(in crate::limiter) struct SentCall {
     pub(in crate::limiter) sent: Instant,
     /// The units that it carries.
     pub(super) charge: Option<ChargeNumber>,
-}
-
-impl SentCall {
-    /// Returns whether it carries units that must not be lost with it.
-    pub(in crate::limiter) fn has_charge(&self) -> bool {
-        self.charge.is_some()
-    }
+    /// The number of a call that the waiters of the key wait for.
+    pub(super) number: Option<CallNumber>,
 }
 
 /// An answer that was taken in, but for its slots and refusals.
@@ -134,7 +129,7 @@ impl KeyState {
         if takes_at_hand {
             returns.extend(self.prefetched.clear());
         }
-        let (charge, number) = self.take_charge(ctx, &mut returns);
+        let (charge, charge_number) = self.take_charge(ctx, &mut returns);
         self.store.forget(&returns);
         let reply = ctx.store.lease(LeaseRequest {
             key: ctx.key,
@@ -159,7 +154,8 @@ impl KeyState {
         }
         let call = SentCall {
             sent: ctx.now,
-            charge: number,
+            charge: charge_number,
+            number: None,
         };
         (call, reply)
     }

@@ -14,7 +14,6 @@ use super::stated_limits::StatedLimit;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
-use crate::limiter::queue::CallNumber;
 use crate::limiter::reservation::Reservation;
 use crate::store::{Lease, SetQuota, Store};
 use crate::wakers::Wakers;
@@ -91,7 +90,7 @@ impl Work {
 /// A task to start for a key after the lock is released.
 pub(in crate::limiter) enum Effect {
     /// Runs a call to the store to its end.
-    Call(CallNumber, SentCall, LeaseFuture),
+    Call(SentCall, LeaseFuture),
     /// Asks whether this process sends the next probe, or shares a ban with the others.
     ShareProbe(Box<FleetCall>),
     /// Limits the calls in flight of the key to this number, if they are limited.

@@ -8,7 +8,6 @@ use std::time::Instant;
 use tokio::sync::Notify;
 
 use super::super::{LeaseFuture, SentCall, Ticket};
-use crate::limiter::queue::CallNumber;
 use crate::limiter::reservation::Reservation;
 
 /// The task of a request that waits.
@@ -43,7 +42,7 @@ pub(super) enum Stage {
 
 /// An effect that is still to be run.
 pub(super) enum Pending {
-    Call(CallNumber, SentCall, LeaseFuture),
+    Call(SentCall, LeaseFuture),
     /// A task visits the key at this moment.
     Visit(Instant),
 }
@@ -51,7 +50,7 @@ pub(super) enum Pending {
 impl Pending {
     pub(super) fn due(&self) -> Instant {
         match *self {
-            Pending::Call(_, call, _) => call.sent,
+            Pending::Call(call, _) => call.sent,
             Pending::Visit(due) => due,
         }
     }

@@ -15,7 +15,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::LimitSpec;
-use crate::limiter::queue::{CallNumber, next_number};
+use crate::limiter::queue::next_number;
 use crate::limiter::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::quota::Quota;
 use crate::store::{Change, HoldState, Lease, Store, StoreReply};
@@ -129,7 +129,7 @@ impl World {
                 self.asked.push(*call);
                 None
             }
-            Effect::Call(number, call, answer) => Some(Pending::Call(number, call, answer)),
+            Effect::Call(call, answer) => Some(Pending::Call(call, answer)),
             Effect::LimitInFlight(_) => None,
         });
         self.pending.extend(calls.chain(visit));
@@ -338,32 +338,27 @@ impl World {
             return false;
         }
         match self.pending.swap_remove(index) {
-            Pending::Call(number, call, mut answer) => {
+            Pending::Call(call, mut answer) => {
                 let Poll::Ready(answer) = answer
                     .as_mut()
                     .poll(&mut Context::from_waker(Waker::noop()))
                 else {
                     unreachable!("it was answered when it was asked");
                 };
-                self.answered(number, call, answer);
+                self.answered(call, answer);
             }
             Pending::Visit(_) => self.act(|state, ctx, _| state.on_time(ctx)),
         }
         true
     }
 
-    pub(super) fn answered(
-        &mut self,
-        number: CallNumber,
-        call: SentCall,
-        answer: Result<Lease, StoreError>,
-    ) {
-        self.act(|state, ctx, _| state.call_answered(ctx, number, call, answer));
+    pub(super) fn answered(&mut self, call: SentCall, answer: Result<Lease, StoreError>) {
+        self.act(|state, ctx, _| state.call_answered(ctx, call, answer));
     }
 
     pub(super) fn lose(&mut self, index: usize) {
         match self.pending.swap_remove(index) {
-            Pending::Call(number, call, _) => self.answered(number, call, Err(StoreError::Lost)),
+            Pending::Call(call, _) => self.answered(call, Err(StoreError::Lost)),
             Pending::Visit(at) => self.act(|state, ctx, _| state.visit_lost(ctx, at)),
         }
     }
