@@ -15,7 +15,6 @@ use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::limiter::slots::Slots;
 use crate::limiter::store_call::StoreCall;
-use crate::limiter::tasks::unless_lost;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
 use crate::wait_queue::{ANSWER, WaitBound};
 
@@ -24,18 +23,8 @@ use crate::wait_queue::{ANSWER, WaitBound};
 const MOST_ROUNDS: u32 = 32;
 const REST: Duration = Duration::from_millis(10);
 
-/// Books for the requests of `set` that have no joint slot. If its stores reply at once, this is
-/// done when the function returns. Otherwise a task goes on.
-pub(super) fn begin(set: &Arc<JointSet>) {
-    if let Some(first) = set.parts.first() {
-        let of_lost = set.clone();
-        let book = unless_lost(book(set.clone()), move || of_lost.booking_lost());
-        first.core.start(book);
-    }
-}
-
-/// Books for a set.
-async fn book(set: Arc<JointSet>) {
+/// Books for the requests of `set` that have no joint slot.
+pub(super) async fn book(set: Arc<JointSet>) {
     while let Some(mut wanted) = set.next_wanted() {
         let outcome = match set.settles() {
             true => book_near(&set, &mut wanted).await,

@@ -15,7 +15,6 @@ use crate::limiter::key_state::{ask_to_confirm, confirmed};
 use crate::limiter::part::{Part, PerPart};
 use crate::limiter::slots::Slots;
 use crate::limiter::store_call::StoreCall;
-use crate::limiter::tasks::unless_lost;
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
 pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -> PerPart<usize> {
@@ -36,27 +35,15 @@ pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -
 }
 
 /// Asks the stores of the parts `doubtful` to confirm what they have granted.
-pub(super) fn begin(set: &Arc<JointSet>, doubtful: &[usize]) {
-    let Some(first) = doubtful.first() else {
-        return;
-    };
-    let calls = doubtful
-        .iter()
-        .map(|part| confirm(set.parts[*part].clone()));
-    let calls: PerPart<_> = calls.collect();
-    let (of_task, of_lost) = (set.clone(), set.clone());
-    let confirm = async move {
-        join_all(calls).await;
-        of_task.confirmed();
-    };
-    let confirm = unless_lost(confirm, move || of_lost.confirmation_lost());
-    set.parts[*first].core.start(confirm);
+pub(super) async fn confirm(set: Arc<JointSet>, doubtful: PerPart<usize>) {
+    let calls = doubtful.iter().map(|part| confirm_part(&set.parts[*part]));
+    join_all(calls).await;
+    set.confirmed();
 }
 
-async fn confirm(part: Part) {
-    let Part { core, key, .. } = part;
-    let asked = core.with_state(key, clock::now(), ask_to_confirm);
+async fn confirm_part(Part { core, key, .. }: &Part) {
+    let asked = core.with_state(*key, clock::now(), ask_to_confirm);
     let Some((call, reply)) = asked else { return };
-    let open = StoreCall::new(&core, key, call);
+    let open = StoreCall::new(core, *key, call);
     open.answered(reply.arrives().await, confirmed);
 }

@@ -22,6 +22,7 @@ use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, ProbeNumber};
 use crate::limiter::slots::Slots;
+use crate::limiter::tasks::unless_lost;
 use crate::locks::lock;
 use crate::quota::LONGEST_LIFE;
 use crate::store::Refusal;
@@ -346,10 +347,31 @@ impl JointSet {
     fn run(self: &Arc<Self>, tasks: Tasks) {
         let Tasks { confirm, book } = tasks;
         if !confirm.is_empty() {
-            confirmation::begin(self, &confirm);
+            let confirm = confirmation::confirm(self.clone(), confirm);
+            self.start(confirm, |state| state.is_confirming = false);
         }
         if book {
-            booking::begin(self);
+            let book = booking::book(self.clone());
+            self.start(book, |state| state.is_booking = false);
+        }
+    }
+
+    /// Starts a task. If the stores of the parts reply at once, it is done when this returns. If it is dropped with its
+    /// runtime, `lost` notes that it has ended, and another request begins it again.
+    fn start(
+        self: &Arc<Self>,
+        task: impl Future<Output = ()> + Send + 'static,
+        lost: fn(&mut SetState),
+    ) {
+        let of_lost = self.clone();
+        let task = unless_lost(task, move || {
+            of_lost.with(|state, wakers| {
+                lost(state);
+                state.lanes.wake_all(wakers);
+            });
+        });
+        if let Some(first) = self.parts.first() {
+            first.core.start(task);
         }
     }
 
@@ -435,23 +457,6 @@ impl JointSet {
             while let Some(slot) = state.lanes.take_due_if(now, is_lost) {
                 state.given_up.push(slot);
             }
-        });
-    }
-
-    /// Ends a booking whose task was dropped with its runtime. Another request begins it again.
-    pub(super) fn booking_lost(&self) {
-        self.task_lost(|state| state.is_booking = false);
-    }
-
-    /// Ends a confirmation whose task was dropped with its runtime. Another request begins it again.
-    pub(super) fn confirmation_lost(&self) {
-        self.task_lost(|state| state.is_confirming = false);
-    }
-
-    fn task_lost(&self, note: impl FnOnce(&mut SetState)) {
-        self.with(|state, wakers| {
-            note(state);
-            state.lanes.wake_all(wakers);
         });
     }
 
