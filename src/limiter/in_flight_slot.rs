@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use super::engine::Core;
-use super::in_flight::KeyCalls;
+use super::in_flight::{Acted, KeyCalls};
 use super::limited::RefusedRequest;
 use super::reservation::NoSlot;
 use super::settings::OnStoreError;
@@ -144,9 +144,7 @@ pub(super) fn enter(
         }
         is_full
     })?;
-    core.claim(entered.claim);
-    look_later(core, key, entered.begins_to_look);
-    if entered.done {
+    if follow(core, key, entered) {
         return Ok(Some(Err(NoSlot::QueueFull)));
     }
     Ok(in_flight
@@ -217,28 +215,22 @@ fn with_calls<R>(
         .as_ref()?
         .act(key, |calls| act(calls, &mut wakers))?;
     wakers.wake();
-    core.claim(acted.claim);
-    look_later(core, key, acted.begins_to_look);
-    Some(acted.done)
+    Some(follow(core, key, acted))
 }
 
-/// Starts the task that passes on the slots of `key` whose requests are not polled, if it `begins`.
-fn look_later(core: &Arc<Core>, key: Key, begins: bool) {
-    if !begins {
-        return;
-    }
-    let core_of_task = Arc::downgrade(core);
-    core.spawn(async move {
-        loop {
-            clock::sleep_until(clock::after(clock::now(), MISSED)).await;
-            let Some(core) = core_of_task.upgrade() else {
-                return;
-            };
-            let now = clock::now();
-            let looks_on = with_calls(&core, key, |calls, wakers| calls.look(now, wakers));
-            if looks_on != Some(true) {
-                return;
+/// Does what follows from a change to the calls in flight of `key`: sends the claim, and begins to look for slots whose
+/// requests are not polled. The task looks once. If such slots are left then, another one begins.
+fn follow<R>(core: &Arc<Core>, key: Key, acted: Acted<R>) -> R {
+    core.claim(acted.claim);
+    if acted.begins_to_look {
+        let core_of_task = Arc::downgrade(core);
+        core.spawn(async move {
+            clock::sleep(MISSED).await;
+            if let Some(core) = core_of_task.upgrade() {
+                let now = clock::now();
+                with_calls(&core, key, |calls, wakers| calls.look(now, wakers));
             }
-        }
-    });
+        });
+    }
+    acted.done
 }

@@ -41,7 +41,7 @@ pub(crate) use bound::WaitBound;
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;
 
-/// If a call to the store has no answer after this time, it counts as lost. For so long a request waits for an answer that
+/// If a call to the store has no answer, or a task has not run, after this time, it counts as lost. For so long a request waits for an answer that
 /// cannot wait for its turn at all: see [`answer_by`].
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 

@@ -1,7 +1,7 @@
 //! The calls in flight of one key from this process, and the requests that wait for a slot.
 
 use std::task::{Context, Poll};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::claims::{ClaimCounts, ClaimTerms, KeyClaims};
 use super::slot_waiters::{Patience, SlotWaiters};
@@ -12,11 +12,8 @@ use crate::key_map::Evict;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::NoSlot;
 use crate::store::{Claim, StoreEvent};
-use crate::wait_queue::{Left, Number};
+use crate::wait_queue::{ANSWER, Left, Number};
 use crate::wakers::Wakers;
-
-/// A task that has not looked for this long was lost with its runtime.
-const LOOK_LOST: Duration = Duration::from_secs(1);
 
 /// The calls in flight of one key from this process, and the requests that wait for a slot.
 pub(in crate::limiter) struct KeyCalls {
@@ -34,7 +31,7 @@ pub(in crate::limiter) struct KeyCalls {
     own_limit: Option<u32>,
     /// Whether the last claim states another limit.
     has_new_limit: bool,
-    /// Until when a task looks for slots that were granted and not collected.
+    /// Until when a task looks for slots that were granted and not collected. After that, it counts as lost.
     looks_until: Option<Instant>,
     /// When this last changed.
     used_at: Instant,
@@ -228,34 +225,27 @@ impl KeyCalls {
         self.used_at = now;
     }
 
-    /// Returns whether a request has not collected its slot, and another one waits, here or in another process.
-    fn keeps_others_waiting(&self) -> bool {
-        (self.waiting() > 0 || self.claims.others_wait) && self.waiters.is_any_uncollected()
-    }
-
-    /// Returns whether a task has to begin that calls [`look`](Self::look), again and again while that returns true.
-    /// It is needed if a request that may not be polled has a slot, and another request waits.
+    /// Returns whether a task has to begin that calls [`look`](Self::look). It is needed if a request that may not be
+    /// polled has not collected its slot, and another one waits, here or in another process.
     pub(in crate::limiter) fn begins_to_look(&mut self) -> bool {
-        if !self.keeps_others_waiting() {
+        let is_any_waiting = self.waiting() > 0 || self.claims.others_wait;
+        if !is_any_waiting || !self.waiters.is_any_uncollected() {
             return false;
         }
         let now = clock::now();
         let begins = self.looks_until.is_none_or(|until| until < now);
         if begins {
-            self.looks_until = Some(clock::after(now, LOOK_LOST));
+            self.looks_until = Some(clock::after(now, ANSWER));
         }
         begins
     }
 
-    /// Passes on the slots that were granted before the last look and are not collected yet. Returns whether the task
-    /// looks again.
-    pub(in crate::limiter) fn look(&mut self, now: Instant, wakers: &mut Wakers) -> bool {
+    /// Passes on the slots that were granted before the last look and are not collected yet.
+    pub(in crate::limiter) fn look(&mut self, now: Instant, wakers: &mut Wakers) {
+        self.looks_until = None;
         for slot in self.waiters.take_overdue() {
             self.end(slot, now, wakers);
         }
-        let is_again = self.keeps_others_waiting();
-        self.looks_until = is_again.then(|| clock::after(now, LOOK_LOST));
-        is_again
     }
 
     /// Takes in an event of the store.

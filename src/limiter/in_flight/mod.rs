@@ -47,5 +47,5 @@ mod properties;
 mod slot_waiters;
 mod validity;
 
-pub(super) use calls::InFlightCalls;
+pub(super) use calls::{Acted, InFlightCalls};
 pub(super) use key_calls::KeyCalls;
