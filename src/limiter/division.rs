@@ -1,14 +1,13 @@
 //! What the parts of a divided quota do for each other: they state their limits, and lend what their classes do not need.
 
 use std::future::Future;
-use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use super::engine::Core;
-use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, Round, WholeLimits, fresh_for};
+use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, WholeLimits, fresh_for};
 use super::quotas::QuotaId;
 use super::store_call::StoreCall;
 use super::tasks::unless_lost;
@@ -69,12 +68,6 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
     let Some(mut wanted) = wanted.flatten() else {
         return;
     };
-    let mut open = OpenRound {
-        core: &core,
-        key,
-        round: Round::default(),
-    };
-    let round = &mut open.round;
     let own = core.part_index();
     let quota = core.quota_id(key);
     let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
@@ -91,45 +84,33 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
         let asked = lender.with_new_state(*lender_key, sent, |state, ctx| {
             state.lend(ctx, &wanted, is_own)
         });
-        let Ok(Some((call, reply))) = asked else {
-            round.add(*index, is_own, Lent::default());
-            continue;
-        };
-        let open = StoreCall::new(lender, *lender_key, call);
-        let answer = reply.arrives().await;
-        if !is_own
-            && answer.is_ok()
-            && let Ok(number) = u8::try_from(*index)
-        {
-            let spec = lender.spec_of_part(*lender_key, quota);
-            core.states
-                .find(key, |state| state.note_stated(&spec, number, sent, false));
+        let mut lent = Lent::default();
+        if let Ok(Some((call, reply))) = asked {
+            let open = StoreCall::new(lender, *lender_key, call);
+            let answer = reply.arrives().await;
+            let part = u8::try_from(*index).ok().filter(|_| !is_own);
+            if let Some(number) = part.filter(|_| answer.is_ok()) {
+                let spec = lender.spec_of_part(*lender_key, quota);
+                core.states
+                    .find(key, |state| state.note_stated(&spec, number, sent, false));
+            }
+            let Some(granted) = open.answered(answer, KeyState::lent) else {
+                continue;
+            };
+            lent = granted;
+            wanted.take(&lent.slots);
+            lent.slots.iter_mut().for_each(|slot| slot.lender = part);
         }
-        let Some(lent) = open.answered(answer, KeyState::lent) else {
-            continue;
-        };
-        wanted.take(&lent.slots);
-        round.add(*index, is_own, lent);
-    }
-    core.with_state(key, clock::now(), |state, ctx| {
-        state.loans_ended(ctx, mem::take(&mut open.round));
-    });
-}
-
-/// What the parts have lent so far for the waiters of `key`. If it is dropped before the state of the key has taken
-/// the slots, they go back to their lenders.
-struct OpenRound<'a> {
-    core: &'a Arc<Core>,
-    key: Key,
-    round: Round,
-}
-
-impl Drop for OpenRound<'_> {
-    fn drop(&mut self) {
-        for slot in mem::take(&mut self.round.slots) {
-            self.core.give_back(self.key, slot);
+        let taken_in = core.with_state(key, clock::now(), |state, ctx| {
+            state.borrowed(ctx, *index, is_own, &lent);
+        });
+        if taken_in.is_none() {
+            lent.slots
+                .into_iter()
+                .for_each(|slot| core.give_back(key, slot));
         }
     }
+    core.with_state(key, clock::now(), KeyState::loans_ended);
 }
 
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`.

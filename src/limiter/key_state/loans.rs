@@ -95,43 +95,6 @@ pub(in crate::limiter) struct Lent {
     pub(in crate::limiter) again: Option<Duration>,
 }
 
-/// What became of asking the parts.
-#[derive(Default)]
-pub(in crate::limiter) struct Round {
-    /// The slots that they have lent.
-    pub(in crate::limiter) slots: Vec<Reservation>,
-    asked: SmallVec<[AskedPart; 4]>,
-}
-
-/// What became of asking a part.
-struct AskedPart {
-    /// The number of the part.
-    part: usize,
-    /// Whether it is the own part.
-    is_own: bool,
-    /// How many permits it has lent.
-    gained: u32,
-    /// After what time it may lend more.
-    again: Option<Duration>,
-}
-
-impl Round {
-    /// Adds what the part number `part` has lent, which may be the own one.
-    pub(in crate::limiter) fn add(&mut self, part: usize, is_own: bool, lent: Lent) {
-        let gained = lent.slots.iter().map(|slot| slot.count).sum();
-        self.asked.push(AskedPart {
-            part,
-            is_own,
-            gained,
-            again: lent.again,
-        });
-        let lender = u8::try_from(part).ok().filter(|_| !is_own);
-        let slots = lent.slots.into_iter();
-        self.slots
-            .extend(slots.map(|slot| Reservation { lender, ..slot }));
-    }
-}
-
 impl WantedLoan {
     /// Returns whether the part number `part` is asked at `now`.
     pub(in crate::limiter) fn asks(&self, part: usize, is_own: bool, now: Instant) -> bool {
@@ -251,7 +214,7 @@ impl KeyState {
                 })
             }
             None => {
-                self.loans_ended(ctx, Round::default());
+                self.loans_ended(ctx);
                 None
             }
         }
@@ -317,75 +280,85 @@ impl KeyState {
         }
     }
 
-    /// Ends a round of asking.
-    pub(in crate::limiter) fn loans_ended(&mut self, ctx: &mut KeyContext<'_>, round: Round) {
+    /// Takes in what the part number `part` has lent, which may be the own one. The first waiters get it.
+    pub(in crate::limiter) fn borrowed(
+        &mut self,
+        ctx: &mut KeyContext<'_>,
+        part: usize,
+        is_own: bool,
+        lent: &Lent,
+    ) {
         let now = ctx.now;
-        let Round { slots, asked } = round;
-        let gained = !slots.is_empty();
+        let gained: u32 = lent.slots.iter().map(|slot| slot.count).sum();
         let loans = self.limits.loans_mut();
-        for asked in asked {
-            let AskedPart { part, is_own, .. } = asked;
-            if loans.lenders.len() <= part {
-                loans.lenders.resize(part + 1, Lender::default());
-            }
-            let lender = &mut loans.lenders[part];
-            lender.backoff = match asked.gained {
-                0 => (lender.backoff * 2 + 1).min(LONGEST_BACKOFF - 1),
-                1 => lender.backoff,
-                _ => lender.backoff / 2,
-            };
-            let again = asked.again.unwrap_or_default().max(SHORTEST);
-            let (again, longest) = if is_own {
-                (SHORTEST_OWN, LONGEST_OWN)
-            } else {
-                (again, LONGEST)
-            };
-            let wait = (again * (lender.backoff + 1)).min(longest);
-            // Processes do not ask at the same moment.
-            let jitter = u32::try_from(dice() % 64).unwrap_or_default();
-            lender.next = Some(clock::after(now, wait * (96 + jitter) / 128));
+        if loans.lenders.len() <= part {
+            loans.lenders.resize(part + 1, Lender::default());
         }
+        let lender = &mut loans.lenders[part];
+        lender.backoff = match gained {
+            0 => (lender.backoff * 2 + 1).min(LONGEST_BACKOFF - 1),
+            1 => lender.backoff,
+            _ => lender.backoff / 2,
+        };
+        let again = lent.again.unwrap_or_default().max(SHORTEST);
+        let (again, longest) = if is_own {
+            (SHORTEST_OWN, LONGEST_OWN)
+        } else {
+            (again, LONGEST)
+        };
+        let wait = (again * (lender.backoff + 1)).min(longest);
+        // Processes do not ask at the same moment.
+        let jitter = u32::try_from(dice() % 64).unwrap_or_default();
+        lender.next = Some(clock::after(now, wait * (96 + jitter) / 128));
+        let Some(queue) = &mut self.queue else {
+            ctx.work.lent_back.extend(&lent.slots);
+            return;
+        };
+        lent.slots.iter().for_each(|slot| queue.add(*slot));
+        if gained > 0 {
+            queue.spares_until = Some(clock::after(now, SPARED));
+            self.go_on_with_loans(ctx);
+        }
+    }
+
+    /// Ends a round of asking: takes in the answer of the own part that was kept meanwhile.
+    pub(in crate::limiter) fn loans_ended(&mut self, ctx: &mut KeyContext<'_>) {
+        let now = ctx.now;
+        let loans = self.limits.loans_mut();
         // The own part may be due for long: it is not asked while all slots are near.
         let next = loans.lenders.iter().filter_map(|lender| lender.next);
         let first = next.filter(|next| *next > now).min();
-        loans.next = first.max(Some(clock::after(now, SHORTEST)));
+        let next = clock::after(now, SHORTEST).max(first.unwrap_or(now));
+        loans.next = Some(next);
         loans.under_way_until = None;
         let kept = loans.kept.take();
-        let Some(queue) = &mut self.queue else {
-            ctx.work.lent_back.extend(slots);
-            if let Some(HeldAnswer { slots, .. }) = kept {
-                let unused: SmallVec<[_; 4]> = slots.iter().map(Reservation::unused).collect();
+        match (kept, &mut self.queue) {
+            (None, _) => {}
+            (Some(kept), Some(queue)) if kept.call == queue.call_number() => {
+                let (slots, refusal) = (kept.slots, Some(&kept.refusal));
+                let least = self.store.least_use(ctx.spec);
+                queue.answered(slots, refusal, least, now, &mut ctx.work.wakers);
+            }
+            // A round may take longer than a call that is not lost. Then the waiters were asked for again.
+            (Some(kept), Some(queue)) => {
+                kept.slots.iter().for_each(|slot| queue.returns.add(slot));
+            }
+            (Some(kept), None) => {
+                let unused: SmallVec<[_; 4]> = kept.slots.iter().map(Reservation::unused).collect();
                 self.give_back_now(ctx, &unused);
             }
-            return;
-        };
-        match kept {
-            // A round may take longer than a call that is not lost. Then the waiters were asked for again.
-            Some(HeldAnswer {
-                call, slots: own, ..
-            }) if call != queue.call_number() => {
-                own.iter().for_each(|slot| queue.returns.add(slot));
-                slots.into_iter().for_each(|slot| queue.add(slot));
-            }
-            Some(HeldAnswer {
-                slots: own,
-                refusal,
-                ..
-            }) => {
-                let all = own.into_iter().chain(slots);
-                let least = self.store.least_use(ctx.spec);
-                queue.answered(all, Some(&refusal), least, now, &mut ctx.work.wakers);
-            }
-            None => slots.into_iter().for_each(|slot| queue.add(slot)),
         }
-        if gained {
-            queue.spares_until = Some(clock::after(now, SPARED));
-        }
-        if self.hold.left(now).is_some() {
+        self.go_on_with_loans(ctx);
+        self.want_statements_before(ctx, next);
+    }
+
+    /// Goes on with slots that were not booked by a call for the waiters. During a hold they are of no use.
+    fn go_on_with_loans(&mut self, ctx: &mut KeyContext<'_>) {
+        if let Some(queue) = &mut self.queue
+            && self.hold.left(ctx.now).is_some()
+        {
             queue.give_up_slots();
         }
         self.step(ctx, None);
-        let next = self.limits.loans().and_then(|loans| loans.next);
-        self.want_statements_before(ctx, next.unwrap_or(now));
     }
 }

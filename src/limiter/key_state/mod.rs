@@ -89,7 +89,7 @@ pub(super) use hold::HoldSource;
 pub(super) use joint_ask::{JointAnswer, JointAsk, ask_to_confirm, confirmed, ended};
 pub(super) use key_hold::{KeyHold, NewHold};
 pub(super) use key_limits::KeyLimits;
-pub(super) use loans::{Lent, Round};
+pub(super) use loans::Lent;
 pub(super) use outlook::Outlook;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 use remaining_tracker::{RemainingTracker, Sendable};
