@@ -1,6 +1,5 @@
 //! What the parts of a divided quota do for each other: they state their limits, and lend what their classes do not need.
 
-use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,7 +9,6 @@ use super::engine::Core;
 use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, WholeLimits, fresh_for};
 use super::quotas::QuotaId;
 use super::store_call::StoreCall;
-use super::tasks::unless_lost;
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_all;
@@ -114,20 +112,11 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
 }
 
 /// States the limits of all parts for `key`, which is one of them: see `key_state/stated_parts.rs`.
-pub(super) fn run_statements(
-    core: Arc<Core>,
-    key: Key,
-) -> impl Future<Output = ()> + Send + 'static {
-    let of_lost = core.clone();
-    let round = async move {
-        let (undivided_until, again) = state_stale_parts(&core, key).await;
-        core.with_state(key, clock::now(), |state, ctx| {
-            state.parts_stated(ctx, undivided_until, again);
-        });
-    };
-    unless_lost(round, move || {
-        of_lost.with_state(key, clock::now(), KeyState::statements_lost);
-    })
+pub(super) async fn run_statements(core: Arc<Core>, key: Key) {
+    let (undivided_until, again) = state_stale_parts(&core, key).await;
+    core.with_state(key, clock::now(), |state, ctx| {
+        state.parts_stated(ctx, undivided_until, again);
+    });
 }
 
 /// States the limits of the parts about which `key` has no fresh statement. Returns until when callers

@@ -4,6 +4,7 @@ use crate::support::{self, count_of, over, remote};
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use tokio::time::{Instant, sleep};
 
 use tollgate::limiter::{Because, Verdict};
 use tollgate::stats::Event;
+use tollgate::store::{Lease, LeaseRequest, Store, StoreReply};
 use tollgate::{
     Class, ConfigError, Key, Limited, Limiter, Quota, RateLimitBuilder, RateLimitLayer, Reason,
     Signal,
@@ -668,13 +670,58 @@ fn no_mix_of_classes_exceeds_the_in_flight_limit() {
     });
 }
 
+fn runtime() -> tokio::runtime::Runtime {
+    let mut builder = tokio::runtime::Builder::new_current_thread();
+    builder.enable_all().start_paused(true).build().unwrap()
+}
+
+/// A remote store that counts the calls that ask for nothing.
+#[derive(Default)]
+struct Stated {
+    remote: Remote,
+    count: AtomicUsize,
+}
+
+impl Store for Stated {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.remote)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        if request.demands.is_empty() {
+            self.count.fetch_add(1, Ordering::Relaxed);
+        }
+        self.remote.lease(request)
+    }
+}
+
+/// The runtime that states the limits of both parts ends, or no thread drives it any longer.
+#[test]
+fn statements_that_are_lost_are_made_again() {
+    for ends in [true, false] {
+        let store = Arc::new(Stated::default());
+        let builder = RateLimitLayer::builder(Quota::per_minute(1000)).max_wait(ms(60_000));
+        let builder = builder.share("web", 50).store(store.clone());
+        let limiter = builder.build().unwrap().limiter();
+        let acquire = || limiter.acquire(K).class("web");
+        let mut lost = Some(runtime());
+        if let Some(lost) = &lost {
+            lost.block_on(async { assert!(acquire().now_or_never().is_none()) });
+        }
+        lost.take_if(|_| ends);
+        assert_eq!(store.count.load(Ordering::Relaxed), 2);
+        runtime().block_on(async {
+            sleep(ms(1100)).await; // they count as lost
+            let granted = tokio::time::timeout(ms(100), acquire()).await;
+            drop(granted.expect("it waits for no lost task").unwrap());
+        });
+        assert_eq!(store.count.load(Ordering::Relaxed), 4);
+    }
+}
+
 /// The runtime that asks the other parts is dropped when the first of them has lent, and the second has not answered.
 #[test]
 fn slots_that_were_lent_to_a_lost_task_go_back() {
-    let runtime = || {
-        let mut builder = tokio::runtime::Builder::new_current_thread();
-        builder.enable_all().start_paused(true).build().unwrap()
-    };
     let builder = RateLimitLayer::builder(Quota::per_minute(1000)).max_wait(ms(120_000));
     let builder = builder.share("web", 30).share("jobs", 30);
     let builder = builder.store(Arc::new(Remote::default()));

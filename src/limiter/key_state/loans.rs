@@ -47,9 +47,8 @@ const LONGEST_BACKOFF: u32 = 16;
 /// What a class knows of the slots that other parts lend.
 #[derive(Default)]
 pub(super) struct Loans {
-    /// Until when a round of asking is under way, or the delay before it. After that, it counts as lost.
-    under_way_until: Option<Instant>,
-    /// When the round begins, if the delay before it is under way.
+    /// When a round of asking begins, if requests wait for that. If one is under way, when it counts as lost: then it
+    /// begins again.
     asks_at: Option<Instant>,
     /// When the next round may begin.
     next: Option<Instant>,
@@ -122,8 +121,8 @@ impl KeyState {
             && !self.store.is_standalone
             && self.hold.is_clear(ctx.max_hold, now)
             && self.limits.loans().is_none_or(|loans| {
-                let is_free = loans.under_way_until.is_none_or(|until| until <= now);
-                is_free && loans.next.is_none_or(|next| next <= now)
+                let mut moments = loans.asks_at.into_iter().chain(loans.next);
+                moments.all(|at| at <= now)
             })
     }
 
@@ -146,26 +145,23 @@ impl KeyState {
             return;
         }
         let loans = self.limits.loans_mut();
-        if loans.under_way_until.is_some_and(|until| until > now) {
+        if loans.asks_at.is_some_and(|at| at > now) {
             return;
         }
-        let Some(next) = loans.next.filter(|next| *next > now) else {
-            return self.begin_to_borrow(ctx, now);
-        };
-        loans.asks_at = Some(next);
-        loans.under_way_until = Some(clock::after(next, ANSWER));
+        match loans.next.filter(|next| *next > now) {
+            Some(next) => loans.asks_at = Some(next),
+            None => self.begin_to_borrow(ctx, now),
+        }
     }
 
-    /// Returns when the next round of asking begins, if requests wait for that.
+    /// Returns when a round of asking begins, or begins again because it was lost.
     pub(super) fn borrows_at(&self) -> Option<Instant> {
         self.limits.loans()?.asks_at
     }
 
     /// Leaves a round of asking to be started.
     pub(super) fn begin_to_borrow(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
-        let loans = self.limits.loans_mut();
-        loans.asks_at = None;
-        loans.under_way_until = Some(clock::after(now, ANSWER));
+        self.limits.loans_mut().asks_at = Some(clock::after(now, ANSWER));
         ctx.work.borrows = true;
     }
 
@@ -330,7 +326,7 @@ impl KeyState {
         let first = next.filter(|next| *next > now).min();
         let next = clock::after(now, SHORTEST).max(first.unwrap_or(now));
         loans.next = Some(next);
-        loans.under_way_until = None;
+        loans.asks_at = None;
         let kept = loans.kept.take();
         match (kept, &mut self.queue) {
             (None, _) => {}

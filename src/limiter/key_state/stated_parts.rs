@@ -40,10 +40,9 @@ pub(in crate::limiter) struct StatedParts {
     parts: SmallVec<[PartStatement; 2]>,
     /// Whether there was a round of statements.
     has_begun: bool,
-    /// Whether a round of statements is under way.
-    is_under_way: bool,
-    /// When the round goes on, if it waits for callers that do not divide the quota.
-    goes_on_at: Option<Instant>,
+    /// If a round of statements is under way: when it counts as lost, or goes on if it waits for callers that do not
+    /// divide the quota.
+    next_at: Option<Instant>,
     /// Whether callers that do not divide the quota were looked for since the limits began to apply.
     is_searched: bool,
     /// Until when such callers may use more than the part of the rest.
@@ -92,8 +91,11 @@ impl StatedParts {
 
     /// Begins a round, or goes on with it, unless it is under way or goes on later. Returns whether it did.
     fn begin(&mut self, now: Instant) -> bool {
-        let goes_on = self.goes_on_at.take_if(|at| *at <= now).is_some();
-        goes_on || !std::mem::replace(&mut self.is_under_way, true)
+        let may = self.next_at.is_none_or(|at| at <= now);
+        if may {
+            self.next_at = Some(clock::after(now, ANSWER));
+        }
+        may
     }
 
     fn note(&mut self, new: PartStatement) {
@@ -277,9 +279,10 @@ impl KeyState {
         self.note_stated(spec, OWN_PART, sent, false);
     }
 
-    /// Returns when a round of statements goes on, if it waits.
+    /// Returns when a round of statements that is under way goes on, or begins again because it was lost with its
+    /// runtime.
     pub(super) fn states_at(&self) -> Option<Instant> {
-        self.limits.stated_parts()?.goes_on_at
+        self.limits.stated_parts()?.next_at
     }
 
     /// Takes in that all parts were stated. Callers that do not divide the quota may use all of it until
@@ -294,34 +297,21 @@ impl KeyState {
         let stated = self.limits.stated_parts_mut();
         let until = stated.undivided_until.max(undivided_until);
         stated.undivided_until = until;
-        let Some(until) = until.filter(|until| *until > ctx.now) else {
-            self.end_statements(ctx.now);
-            return self.step(ctx, None);
-        };
-        stated.goes_on_at = Some(until.min(clock::after(ctx.now, again)));
-        if let Some(queue) = &mut self.queue {
-            let wait = until.saturating_duration_since(ctx.now);
-            queue.pause(wait, ctx.now, &mut ctx.work.wakers);
+        if let Some(until) = until.filter(|until| *until > ctx.now) {
+            stated.next_at = Some(until.min(clock::after(ctx.now, again)));
+            if let Some(queue) = &mut self.queue {
+                let wait = until.saturating_duration_since(ctx.now);
+                queue.pause(wait, ctx.now, &mut ctx.work.wakers);
+            }
+            return;
         }
-    }
-
-    /// Goes on without a round of statements that was dropped with its runtime: another waiter begins it again, in
-    /// its own runtime.
-    pub(in crate::limiter) fn statements_lost(&mut self, ctx: &mut KeyContext<'_>) {
-        self.end_statements(ctx.now);
-        if let Some(queue) = &mut self.queue {
-            queue.wake_all(&mut ctx.work.wakers);
-        }
-    }
-
-    fn end_statements(&mut self, now: Instant) {
-        let stated = self.limits.stated_parts_mut();
-        (stated.is_under_way, stated.goes_on_at) = (false, None);
+        stated.next_at = None;
         stated.has_begun = true;
         // The other parts could not be stated, because their limiters are gone.
-        stated.parts.retain(|stated| stated.fresh_until > now);
+        stated.parts.retain(|stated| stated.fresh_until > ctx.now);
         if let Some(queue) = &mut self.queue {
             queue.end_pause();
         }
+        self.step(ctx, None);
     }
 }

@@ -8,6 +8,9 @@
 //! ([`KeyState::on_time`]), and ends. If a moment was put off meanwhile, there is nothing to do. So a permit that is
 //! taken, or permits at hand that are replaced, change no task.
 //!
+//! A round of statements, or one that asks other parts for slots, may be lost with the runtime of its task. So while it is
+//! under way, the key has a moment at which it counts as lost and begins again.
+//!
 //! The tasks of a store without a background run in the runtimes of callers. If such a runtime ends, the task that is
 //! dropped notes it ([`KeyState::visit_lost`]), and the next visit starts another task. If no thread drives the runtime
 //! any longer, a visit does itself what is late by [`ANSWER`] ([`KeyState::catch_up`]).
