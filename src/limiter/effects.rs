@@ -280,6 +280,8 @@ impl Core {
                 Effect::Call(call, answer) => self.call(key, call, answer),
                 Effect::ShareProbe(call) => self.share_probe(key, *call),
                 Effect::LimitInFlight(limit) => self.limit_in_flight(key, now, limit),
+                Effect::StateParts => self.start(division::run_statements(self.clone(), key)),
+                Effect::Borrow => self.start(division::borrow_for(self.clone(), key)),
             }
         }
         if let Some(at) = work.visit_at {
@@ -293,12 +295,6 @@ impl Core {
         }
         for slot in work.lent_back {
             self.give_back(key, slot);
-        }
-        if work.wants_statements {
-            self.start(division::run_statements(self.clone(), key));
-        }
-        if work.borrows {
-            self.start(division::borrow_for(self.clone(), key));
         }
     }
 

@@ -67,10 +67,6 @@ pub(in crate::limiter) struct Work {
     pub(in crate::limiter) learned: Vec<StatedLimit>,
     /// Whether the delay before the next call has begun. The timer of the key ends it.
     pub(in crate::limiter) begins_delay: bool,
-    /// Whether other parts are to be asked for slots.
-    pub(in crate::limiter) borrows: bool,
-    /// Whether the limits of other parts are to be stated.
-    pub(in crate::limiter) wants_statements: bool,
     /// Permits that other parts have lent and get back.
     pub(in crate::limiter) lent_back: Vec<Reservation>,
     /// Whether a task makes this visit as it is dropped with its runtime.
@@ -95,6 +91,10 @@ pub(in crate::limiter) enum Effect {
     ShareProbe(Box<FleetCall>),
     /// Limits the calls in flight of the key to this number, if they are limited.
     LimitInFlight(Option<u32>),
+    /// States the limits of all parts.
+    StateParts,
+    /// Asks the other parts for slots.
+    Borrow,
 }
 
 /// A reply of the store that is still to come.

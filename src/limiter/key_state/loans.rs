@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::calls::{Ask, SentCall, TakenIn};
-use super::context::KeyContext;
+use super::context::{Effect, KeyContext};
 use super::store_view::slot;
 use super::{KeyState, joint_ask};
 use crate::clock;
@@ -162,7 +162,7 @@ impl KeyState {
     /// Leaves a round of asking to be started.
     pub(super) fn begin_to_borrow(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
         self.limits.loans_mut().asks_at = Some(clock::after(now, ANSWER));
-        ctx.work.borrows = true;
+        ctx.work.effects.push(Effect::Borrow);
     }
 
     /// Keeps an answer of the own part that refuses waiters, and leaves a round of asking to be started.

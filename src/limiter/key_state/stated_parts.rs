@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::KeyState;
-use super::context::KeyContext;
+use super::context::{Effect, KeyContext};
 use crate::clock;
 use crate::limit::{LimitSpec, STATED_AHEAD};
 use crate::quota::Limit;
@@ -218,7 +218,9 @@ impl KeyState {
 
     /// Leaves the limits of other parts to be stated, unless that is under way.
     pub(super) fn want_statements(&mut self, ctx: &mut KeyContext<'_>) {
-        ctx.work.wants_statements |= self.limits.stated_parts_mut().begin(ctx.now);
+        if self.limits.stated_parts_mut().begin(ctx.now) {
+            ctx.work.effects.push(Effect::StateParts);
+        }
     }
 
     /// Leaves the limits of other parts to be stated again, if that is due before `until` and requests

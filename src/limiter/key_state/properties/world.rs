@@ -130,7 +130,7 @@ impl World {
                 None
             }
             Effect::Call(call, answer) => Some(Pending::Call(call, answer)),
-            Effect::LimitInFlight(_) => None,
+            Effect::LimitInFlight(_) | Effect::StateParts | Effect::Borrow => None,
         });
         self.pending.extend(calls.chain(visit));
         let after: Vec<bool> = self
