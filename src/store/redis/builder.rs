@@ -63,7 +63,8 @@ impl RedisStoreBuilder {
     /// 250 ms. From 1 ms to 60 s.
     ///
     /// After that time the outcome of the call is unknown. The call is not repeated, and permits
-    /// that it may have granted count as used.
+    /// that it may have granted count as used. With more than a second, requests that wait do not
+    /// wait for the end of a call: after a second another one asks for them.
     pub fn store_timeout(mut self, store_timeout: Duration) -> Self {
         self.store_timeout = store_timeout;
         self
