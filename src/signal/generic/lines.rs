@@ -196,11 +196,18 @@ fn has_limit(name: &[u8]) -> bool {
 }
 
 /// Splits at each `mark` outside of double quotes, and trims the parts.
+///
+/// A backslash escapes the next character in `"…"`, and not in `%"…"`, a Display String (RFC 9651).
 pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &str> + Clone {
-    let (mut quoted, mut escaped) = (false, false);
+    let (mut quoted, mut escapes, mut before) = (false, false, None);
     text.split(move |character| {
-        quoted ^= character == '"' && !escaped;
-        escaped = quoted && !escaped && character == '\\';
+        let escaped = quoted && escapes && before == Some('\\');
+        if character == '"' && !escaped {
+            escapes = before != Some('%');
+            quoted = !quoted;
+        }
+        // What is escaped is no backslash.
+        before = Some(character).filter(|_| !escaped);
         character == mark && !quoted
     })
     .map(trim)
@@ -299,6 +306,16 @@ mod tests {
             [r#"1;a=",;""#, "2"]
         );
         assert_eq!(split(r#""\",";"#, ',').count(), 1);
+        assert_eq!(split(r#""\\",a"#, ',').count(), 2);
         assert_eq!(parameter(r#"1; a=",;"; W = 3"#, "w"), Some("3"));
+    }
+
+    #[test]
+    fn backslash_escapes_nothing_in_a_display_string() {
+        let parts = |text| split(text, ',').collect::<Vec<_>>();
+        assert_eq!(parts(r#"%"\",a"#), [r#"%"\""#, "a"]);
+        assert_eq!(parts(r#"%"a,b",c"#), [r#"%"a,b""#, "c"]);
+        // The quote after it opens a String again.
+        assert_eq!(parts(r#"%"a%","\",b""#), [r#"%"a%""#, r#""\",b""#]);
     }
 }
