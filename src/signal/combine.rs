@@ -28,14 +28,8 @@ pub(super) fn sort<'a>(lines: &Lines<'a>) -> Entries<'a> {
         };
         let mut add = |header: Header<'a>, value| {
             if header.role != Role::Open {
-                let known = entries
-                    .iter()
-                    .find(|entry| entry.header.same_group(&header));
-                let next = entries.len() as u8; // at most `Lines::MOST`
-                let group = known.map_or(next, |entry| entry.group);
                 entries.push(GroupEntry {
                     header,
-                    group,
                     line: line.name,
                     value,
                 });
@@ -57,14 +51,13 @@ fn join(entries: &mut Entries<'_>) {
         return;
     };
     let of_family = |entry: &GroupEntry<'_>| entry.header.family == named.header.family;
-    let is_either =
-        |entry: &GroupEntry<'_>| entry.header.is_unnamed() || entry.group == named.group;
+    let is_either = |entry: &GroupEntry<'_>| entry.header.is_unnamed() || entry.same_group(&named);
     let both = entries
         .iter()
         .filter(|entry| of_family(entry) && is_of_quota(entry));
     let role = |entry: &GroupEntry<'_>| std::mem::discriminant(&entry.header.role);
     let is_again = |entry: &GroupEntry<'_>| {
-        let mut others = both.clone().filter(|other| other.group != entry.group);
+        let mut others = both.clone().filter(|other| !other.same_group(entry));
         others.any(|other| role(other) == role(entry))
     };
     let Some(unnamed) = both.clone().find(|entry| entry.header.is_unnamed()) else {
@@ -76,7 +69,7 @@ fn join(entries: &mut Entries<'_>) {
         for entry in entries.iter_mut() {
             if of_family(entry) && is_of_quota(entry) {
                 entry.header.name = like.header.name;
-                entry.group = like.group;
+                entry.header.part = like.header.part;
             }
         }
     }
@@ -88,7 +81,7 @@ pub(super) fn read(lines: &Lines<'_>, entries: &Entries<'_>, base: &Base, quotas
     same_bucket(lines, entries, &mut fields, base, quotas);
     for (place, entry) in entries.iter().enumerate() {
         let header = entry.header;
-        let same = |other: &&GroupEntry<'_>| is_of_quota(other) && other.group == entry.group;
+        let same = |other: &&GroupEntry<'_>| is_of_quota(other) && other.same_group(entry);
         let is_first = !entries[..place].iter().any(|other| same(&other));
         if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
             let name = header.quota_name();

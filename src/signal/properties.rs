@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use http::header::RETRY_AFTER;
 use http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 
-use super::{Signal, read};
+use super::{ObservedQuota, Signal, read};
 
 /// The first moment of 2026.
 const NOW: Duration = Duration::from_secs(1_767_225_600);
@@ -73,6 +73,21 @@ fn reset_in_the_past_is_no_wait() {
         ],
     );
     assert_eq!(signal.retry_after(), Some(Duration::ZERO));
+}
+
+/// Its limit and its window are of a part of a value, and what is left is not.
+#[test]
+fn quota_of_two_groups_is_stated_once() {
+    let signal = of(
+        200,
+        &[
+            ("x-ratelimit-limit", b"10:60"),
+            ("x-ratelimit-remaining-minute", b"9"),
+        ],
+    );
+    let quota = ObservedQuota::new().with_limit(10).with_remaining(9);
+    let quota = quota.with_window(Duration::from_secs(60));
+    assert_eq!(signal.quotas(), [quota]);
 }
 
 #[test]

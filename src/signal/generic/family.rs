@@ -231,10 +231,6 @@ impl<'a> Header<'a> {
         }
     }
 
-    pub(in crate::signal) fn same_group(&self, other: &Header<'_>) -> bool {
-        (self.family, self.part, self.name) == (other.family, other.part, other.name)
-    }
-
     pub(in crate::signal) fn is_unnamed(&self) -> bool {
         self.name == Text::EMPTY
     }

@@ -13,14 +13,18 @@ use crate::signal::refusal;
 #[derive(Clone, Copy, Debug)]
 pub(in crate::signal) struct GroupEntry<'a> {
     pub(in crate::signal) header: Header<'a>,
-    /// The number of the group; entries of one group have the same number.
-    pub(in crate::signal) group: u8,
     /// The whole name of the header.
     pub(in crate::signal) line: &'a str,
     pub(in crate::signal) value: &'a str,
 }
 
 impl GroupEntry<'_> {
+    /// Returns whether both are of the same group.
+    pub(in crate::signal) fn same_group(&self, other: &GroupEntry<'_>) -> bool {
+        let (one, other) = (&self.header, &other.header);
+        (one.family, one.part, one.name) == (other.family, other.part, other.name)
+    }
+
     /// Returns whether the header says in a word that the limit is exceeded.
     pub(in crate::signal) fn is_throttled(&self) -> bool {
         self.header.role == Role::State && refusal::is_code(self.value)

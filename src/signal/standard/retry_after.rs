@@ -40,7 +40,7 @@ fn by_kind(entries: &Entries<'_>, base: &Base) -> Option<u64> {
             base.read_with(entry.header.unit, text)
         }),
         // A server that states no more than the window of the limit that it enforces.
-        Role::Window if state.is_some_and(|state| state.header.same_group(&entry.header)) => {
+        Role::Window if state.is_some_and(|state| state.same_group(entry)) => {
             time::window(entry.header.unit.unwrap_or(1000), entry.value)
         }
         _ => None,
