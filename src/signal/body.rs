@@ -12,7 +12,7 @@ use super::observed::{Drafts, ObservedQuota};
 use super::parse::json::{Node, visit};
 use super::parse::number::{Count, Number};
 use super::parse::text::{Bounded, Text};
-use super::parse::time::{Base, unit_of_name};
+use super::parse::time::{Base, MILLIS_OF_DAY, unit_of_name};
 use super::prose;
 use super::refusal::{Said, is_code};
 
@@ -66,12 +66,14 @@ const QUOTA_LIMIT_KEYS: [&str; 2] = ["quotavalue", "quotalimitvalue"];
 /// The codes of long quotas that are used up: what they count, unless requests, and their window in milliseconds. A budget has
 /// none: it is bought for a month as a rule.
 const USED_UP: [(&str, Option<&str>, u64); 3] = [
-    ("insufficient_quota", Some("credits"), 30 * DAY),
-    ("billing_hard_limit_reached", Some("credits"), 30 * DAY),
-    ("dailyLimitExceeded", None, DAY),
+    ("insufficient_quota", Some("credits"), 30 * MILLIS_OF_DAY),
+    (
+        "billing_hard_limit_reached",
+        Some("credits"),
+        30 * MILLIS_OF_DAY,
+    ),
+    ("dailyLimitExceeded", None, MILLIS_OF_DAY),
 ];
-
-const DAY: u64 = 86_400_000;
 
 /// Values of a root's status that say that the request has failed.
 const FAILURES: [&str; 6] = ["0", "error", "fail", "failed", "failure", "NOTOK"];

@@ -334,10 +334,10 @@ impl Stated {
                 .or_else(|| time::period_of(name));
             if self.daily {
                 draft.name = draft.name.or_else(|| Some("daily".into()));
-                draft.window = draft.window.or(Some(86_400_000));
+                draft.window = draft.window.or(Some(time::MILLIS_OF_DAY));
             }
             if strava {
-                draft.window = Some([900_000, 86_400_000][number]);
+                draft.window = Some([900_000, time::MILLIS_OF_DAY][number]);
             }
             // Servers send -1 for "no limit" or "not known".
             if limit != Some(Count::Negative) {

@@ -8,8 +8,11 @@ use crate::signal::parse::date;
 use crate::signal::parse::number::{Number, digits, unquoted};
 use crate::signal::parse::text::Text;
 
+/// A day, in milliseconds.
+pub(in crate::signal) const MILLIS_OF_DAY: u64 = 86_400_000;
+
 /// The longest span, 366 days; longer ones are cut to this.
-pub(in crate::signal) const LONGEST: u64 = 366 * 86_400_000;
+pub(in crate::signal) const LONGEST: u64 = 366 * MILLIS_OF_DAY;
 
 /// One millisecond, in the unit in which spans are added up: 10^-15 s.
 const MILLI: u128 = 1_000_000_000_000;

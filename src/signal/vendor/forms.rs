@@ -123,7 +123,7 @@ fn usage(item: &str) -> Option<ObservedQuota> {
         name: Some(Text::lower(name).into()),
         limit: Some(plain(digits(limit).0)?),
         used: Some(plain(used)?),
-        window: Some(super::DAY),
+        window: Some(time::MILLIS_OF_DAY),
         ..ObservedQuota::default()
     })
 }

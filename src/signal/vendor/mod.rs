@@ -7,7 +7,7 @@
 use super::generic::lines::{Lines, split};
 use super::observed::{Drafts, ObservedQuota};
 use super::parse::number::Count;
-use super::parse::time::Base;
+use super::parse::time::{Base, MILLIS_OF_DAY};
 
 mod forms;
 mod meta;
@@ -61,7 +61,6 @@ use Field::{Limit, Remaining, Reset};
 use Form::{Fields, Own};
 
 const MINUTE: u64 = 60_000;
-const DAY: u64 = 1440 * MINUTE;
 
 /// The table.
 pub(super) const ROWS: &[Row] = &[
@@ -123,7 +122,11 @@ pub(super) const ROWS: &[Row] = &[
             "x-endpoint-monthly-call-limit",
             "x-endpoint-monthly-call-remaining",
         ],
-        form: Fields("endpoint-monthly-call", 30 * DAY, &[Limit, Remaining]),
+        form: Fields(
+            "endpoint-monthly-call",
+            30 * MILLIS_OF_DAY,
+            &[Limit, Remaining],
+        ),
     },
     Row {
         sender: "Etsy",
@@ -133,7 +136,7 @@ pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Etsy",
         headers: &["x-limit-per-day", "x-remaining-today"],
-        form: Fields("day", DAY, &[Limit, Remaining]),
+        form: Fields("day", MILLIS_OF_DAY, &[Limit, Remaining]),
     },
     Row {
         sender: "Meta",
