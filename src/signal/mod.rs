@@ -348,31 +348,23 @@ impl Signal {
     }
 
     /// Sets the status with which the upstream refused. `None` means that it did not refuse.
-    pub fn with_refusal(self, status: impl Into<Option<StatusCode>>) -> Self {
-        Signal {
-            limited: status.into(),
-            ..self
-        }
+    pub fn with_refusal(mut self, status: impl Into<Option<StatusCode>>) -> Self {
+        self.limited = status.into();
+        self
     }
 
     /// Sets [`retry_after`](Signal::retry_after), rounded up to whole milliseconds and cut to 366
     /// days. `None` means that the response does not state it.
-    pub fn with_retry_after(self, wait: impl Into<Option<Duration>>) -> Self {
-        let retry_after = wait
-            .into()
-            .map(|wait| Duration::from_millis(observed::millis(wait)));
-        Signal {
-            retry_after,
-            ..self
-        }
+    pub fn with_retry_after(mut self, wait: impl Into<Option<Duration>>) -> Self {
+        let millis = wait.into().map(observed::millis);
+        self.retry_after = millis.map(Duration::from_millis);
+        self
     }
 
     /// Sets the [scope](Signal::scope), cut after 95 bytes.
-    pub fn with_scope(self, scope: &str) -> Self {
-        Signal {
-            scope: Some(parse::text::Text::of(&[scope]).into()),
-            ..self
-        }
+    pub fn with_scope(mut self, scope: &str) -> Self {
+        self.scope = Some(parse::text::Text::of(&[scope]).into());
+        self
     }
 
     /// Adds a quota. Has no effect if there are 16 already.

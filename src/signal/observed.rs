@@ -99,61 +99,47 @@ impl ObservedQuota {
     }
 
     /// Sets the name; it is cut after 95 bytes.
-    pub fn with_name(self, name: &str) -> Self {
-        ObservedQuota {
-            name: Some(Text::of(&[name]).into()),
-            ..self
-        }
+    pub fn with_name(mut self, name: &str) -> Self {
+        self.name = Some(Text::of(&[name]).into());
+        self
     }
 
     /// Sets the unit; it is cut after 95 bytes.
-    pub fn with_unit(self, unit: &str) -> Self {
+    pub fn with_unit(mut self, unit: &str) -> Self {
         let unit = Text::of(&[unit]);
-        ObservedQuota {
-            unit: (unit.as_str() != Self::REQUESTS).then(|| unit.into()),
-            ..self
-        }
+        self.unit = (unit.as_str() != Self::REQUESTS).then(|| unit.into());
+        self
     }
 
     /// Sets how many units the quota has in all.
-    pub fn with_limit(self, limit: u64) -> Self {
-        ObservedQuota {
-            limit: Some(limit.min(LARGEST)),
-            ..self
-        }
+    pub fn with_limit(mut self, limit: u64) -> Self {
+        self.limit = Some(limit.min(LARGEST));
+        self
     }
 
     /// Sets how many units are left.
-    pub fn with_remaining(self, remaining: u64) -> Self {
-        ObservedQuota {
-            remaining: Some(remaining.min(LARGEST)),
-            ..self
-        }
+    pub fn with_remaining(mut self, remaining: u64) -> Self {
+        self.remaining = Some(remaining.min(LARGEST));
+        self
     }
 
     /// Sets how many units are used.
-    pub fn with_used(self, used: u64) -> Self {
-        ObservedQuota {
-            used: Some(used.min(LARGEST)),
-            ..self
-        }
+    pub fn with_used(mut self, used: u64) -> Self {
+        self.used = Some(used.min(LARGEST));
+        self
     }
 
     /// Sets the length of the window, rounded up to whole milliseconds and cut to 366 days.
-    pub fn with_window(self, window: Duration) -> Self {
-        ObservedQuota {
-            window: Some(millis(window)),
-            ..self
-        }
+    pub fn with_window(mut self, window: Duration) -> Self {
+        self.window = Some(millis(window));
+        self
     }
 
     /// Sets the time until the quota has units again, rounded up to whole milliseconds and cut to
     /// 366 days.
-    pub fn with_reset_after(self, reset_after: Duration) -> Self {
-        ObservedQuota {
-            reset_after: Some(millis(reset_after)),
-            ..self
-        }
+    pub fn with_reset_after(mut self, reset_after: Duration) -> Self {
+        self.reset_after = Some(millis(reset_after));
+        self
     }
 }
 
