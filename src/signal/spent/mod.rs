@@ -67,9 +67,8 @@ const NAMES: [&str; 6] = [
 /// ```
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 pub struct Spent {
-    counts: [u32; NAMES.len()],
-    /// One bit for each unit that is stated.
-    stated: u8,
+    /// In the order of [`Unit`].
+    counts: [Option<u32>; NAMES.len()],
 }
 
 impl Spent {
@@ -91,16 +90,13 @@ impl Spent {
 
     /// Returns the units that the response states, each with its count.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u32)> {
-        let Spent { counts, stated } = *self;
-        let is_stated = move |unit: &usize| stated >> unit & 1 == 1;
-        let all = (0..NAMES.len()).filter(is_stated);
-        all.map(move |unit| (NAMES[unit], counts[unit]))
+        let all = NAMES.into_iter().zip(self.counts);
+        all.filter_map(|(unit, count)| Some((unit, count?)))
     }
 
     /// Sets the count of a unit. The last one counts: in a stream, later events have larger counts.
     fn set(&mut self, unit: Unit, count: u32) {
-        self.counts[unit as usize] = count;
-        self.stated |= 1 << unit as u8;
+        self.counts[unit as usize] = Some(count);
     }
 }
 
