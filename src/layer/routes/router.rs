@@ -6,7 +6,7 @@
 //! finds is the most specific one. It visits no node twice, and allocates nothing: the values of
 //! `{name}` are read from the path when the pattern is known.
 
-use std::cmp::Ordering;
+use std::collections::BTreeMap;
 
 use http::Method;
 
@@ -22,8 +22,8 @@ pub(super) struct Router {
 /// What may follow the segments on the way from the root to this node.
 #[derive(Default)]
 struct PathNode {
-    /// The next segment is this text. Sorted by length, then by text.
-    texts: Vec<(Box<str>, PathNode)>,
+    /// The next segment is this text.
+    texts: BTreeMap<Box<str>, PathNode>,
     /// The next segment is any one that is not empty.
     one: Option<Box<PathNode>>,
     /// The patterns of which the rest of the path follows, if it is not empty.
@@ -32,13 +32,10 @@ struct PathNode {
     end: Ends,
 }
 
-/// The patterns with one path: at most one for each method, by their index.
+/// The patterns with one path, by their index: at most one for each method, and one for the other
+/// methods (`None`).
 #[derive(Default)]
-struct Ends {
-    by_method: Vec<(Method, usize)>,
-    /// The pattern for the methods that are not in `by_method`.
-    others: Option<usize>,
-}
+struct Ends(Vec<(Option<Method>, usize)>);
 
 impl Router {
     /// Makes a router. It finds a pattern by its index in `patterns`.
@@ -68,15 +65,7 @@ impl PathNode {
             return &mut self.end;
         };
         match first {
-            Segment::Text(text) => {
-                let texts = &mut self.texts;
-                let place = texts.binary_search_by(|(other, _)| compare(other, text));
-                let index = place.unwrap_or_else(|free| {
-                    texts.insert(free, (text.clone(), PathNode::default()));
-                    free
-                });
-                texts[index].1.ends_of(after)
-            }
+            Segment::Text(text) => self.texts.entry(text.clone()).or_default().ends_of(after),
             Segment::Value | Segment::Any => self.one.get_or_insert_default().ends_of(after),
             Segment::Rest => &mut self.rest,
         }
@@ -92,23 +81,15 @@ impl PathNode {
             Some(slash) => (&left[..slash], Some(&left[slash + 1..])),
             None => (left, None),
         };
-        let text = self
-            .texts
-            .binary_search_by(|(text, _)| compare(text, segment))
-            .ok()
-            .and_then(|index| self.texts[index].1.find(method, after));
-        text.or_else(|| {
-            let one = self.one.as_ref().filter(|_| !segment.is_empty())?;
-            one.find(method, after)
-        })
-        .or_else(|| self.rest.of(method).filter(|_| !left.is_empty()))
+        let text = self.texts.get(segment);
+        let found = text.and_then(|node| node.find(method, after));
+        found
+            .or_else(|| {
+                let one = self.one.as_ref().filter(|_| !segment.is_empty())?;
+                one.find(method, after)
+            })
+            .or_else(|| self.rest.of(method).filter(|_| !left.is_empty()))
     }
-}
-
-/// Compares two texts by their length first, because that is cheap.
-fn compare(one: &str, other: &str) -> Ordering {
-    let by_length = one.len().cmp(&other.len());
-    by_length.then_with(|| one.cmp(other))
 }
 
 impl Ends {
@@ -118,24 +99,24 @@ impl Ends {
     ///
     /// The index of another pattern that has one of the methods, or has none either.
     fn insert(&mut self, methods: &[Method], index: usize) -> Result<(), usize> {
-        if methods.is_empty() {
-            return match self.others.replace(index) {
-                Some(same) => Err(same),
-                None => Ok(()),
-            };
-        }
-        for method in methods {
-            if let Some(&(_, same)) = self.by_method.iter().find(|(own, _)| own == method) {
+        let others = methods.is_empty().then_some(None);
+        for method in methods.iter().map(Some).chain(others) {
+            if let Some(same) = self.exactly(method) {
                 return Err(same);
             }
-            self.by_method.push((method.clone(), index));
+            self.0.push((method.cloned(), index));
         }
         Ok(())
     }
 
     /// Returns the pattern of `method`.
     fn of(&self, method: &Method) -> Option<usize> {
-        let own = self.by_method.iter().find(|(own, _)| own == method);
-        own.map(|(_, index)| *index).or(self.others)
+        self.exactly(Some(method)).or_else(|| self.exactly(None))
+    }
+
+    fn exactly(&self, method: Option<&Method>) -> Option<usize> {
+        let mut ends = self.0.iter();
+        let found = ends.find(|(own, _)| own.as_ref() == method);
+        found.map(|(_, index)| *index)
     }
 }
