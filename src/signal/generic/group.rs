@@ -90,12 +90,10 @@ pub(in crate::signal) struct Stated {
     remaining: Values<Count>,
     used: Values<Count>,
     resets: [Values<u64>; 3],
-    /// Stated as part of a value: `w=60`.
+    /// Stated as part of a value: `w=60`. That of a limit comes before that of what remains.
     window: Option<u64>,
     /// Stated as part of each limit: `10/second, 100/minute`.
     windows: Values<u64>,
-    /// Stated as part of the first remaining count.
-    window_of_remaining: Option<u64>,
     /// Stated in a separate header.
     window_header: Option<u64>,
     utilization: Option<u64>,
@@ -135,9 +133,7 @@ impl Stated {
                     let gw = header.family == Family::Vendor("gw");
                     let unit = header.unit.or(gw.then_some(1));
                     let read = |text: &str| base.read_with(unit, text);
-                    each_time(value, read, |time| {
-                        values.resets[usize::from(priority)].push(time)
-                    });
+                    values.resets[usize::from(priority)].extend(times(value, read));
                 }
                 Role::Window => {
                     let window = time::window(header.unit.unwrap_or(1000), value);
@@ -184,7 +180,8 @@ impl Stated {
                 Some(count) if role == Role::Used => self.used.push(count),
                 Some(count) => {
                     if self.remaining.is_empty() {
-                        self.window_of_remaining = window_parameter(item).and_then(seconds);
+                        let stated = || window_parameter(item).and_then(seconds);
+                        self.window = self.window.or_else(stated);
                     }
                     self.remaining.push(count);
                 }
@@ -202,15 +199,9 @@ impl Stated {
         reset: Option<u64>,
     ) -> Self {
         let mut values = Stated::default();
-        if let Some(limit) = limit {
-            values.limit.push(limit);
-        }
-        if let Some(remaining) = remaining {
-            values.remaining.push(remaining);
-        }
-        if let Some(reset) = reset {
-            values.resets[0].push(reset);
-        }
+        values.limit.extend(limit);
+        values.remaining.extend(remaining);
+        values.resets[0].extend(reset);
         values
     }
 
@@ -221,7 +212,7 @@ impl Stated {
         let window = text_of_window.and_then(seconds);
         match (Count::read(text), text_of_window) {
             (Some(count), _) if !self.has_limit => {
-                self.window = window;
+                self.window = window.or(self.window);
                 self.limit.push(count);
             }
             (Some(count), None) => self.limit.push(count),
@@ -236,7 +227,7 @@ impl Stated {
             (None, _) => match text.split_once('/').or_else(|| text.split_once(" per ")) {
                 Some((count, of)) => self.ratio(trim(count), trim(of)),
                 None if !self.has_limit && time::span(unquoted(text)).is_some() => {
-                    self.window = seconds(text);
+                    self.window = seconds(text).or(self.window);
                 }
                 None => return,
             },
@@ -316,9 +307,7 @@ impl Stated {
             draft.limit = limit.and_then(Count::known);
             draft.used = at(&self.used, place, Iterator::max).and_then(Count::known);
             draft.reset_after = at(resets, place, Iterator::max);
-            draft.window = at(&self.windows, place, Iterator::min)
-                .or(self.window)
-                .or(self.window_of_remaining);
+            draft.window = at(&self.windows, place, Iterator::min).or(self.window);
             if !parallel {
                 describe(&mut draft, &mut group.policies);
             }
@@ -416,13 +405,13 @@ fn are_grouped<'a>(values: impl Iterator<Item = &'a str> + Clone) -> bool {
 }
 
 /// Returns the times in a line: the whole line, or the parts of the list.
-pub(in crate::signal) fn each_time(
-    line: &str,
-    read: impl Fn(&str) -> Option<u64>,
-    each: impl FnMut(u64),
-) {
-    match read(line) {
-        Some(time) => [time].into_iter().for_each(each),
-        None => list(line).take(MOST_ITEMS).filter_map(read).for_each(each),
-    }
+pub(in crate::signal) fn times<'a>(
+    line: &'a str,
+    read: impl Fn(&str) -> Option<u64> + 'a,
+) -> impl Iterator<Item = u64> {
+    let whole = read(line);
+    let most = if whole.is_none() { MOST_ITEMS } else { 0 };
+    whole
+        .into_iter()
+        .chain(list(line).take(most).filter_map(read))
 }

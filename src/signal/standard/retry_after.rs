@@ -2,7 +2,7 @@
 
 use crate::signal::combine::Entries;
 use crate::signal::generic::family::Role;
-use crate::signal::generic::group::{GroupEntry, each_time};
+use crate::signal::generic::group::{GroupEntry, times};
 use crate::signal::generic::lines::Lines;
 use crate::signal::parse::time::{self, Base};
 
@@ -36,9 +36,9 @@ pub(in crate::signal) fn read<'a>(
 fn by_kind(entries: &Entries<'_>, base: &Base) -> Option<u64> {
     let state = entries.iter().find(|entry| entry.is_throttled());
     let wait = |entry: &GroupEntry<'_>| match entry.header.role {
-        Role::RetryAfter => longest([entry.value].into_iter(), |text| {
-            base.read_with(entry.header.unit, text)
-        }),
+        Role::RetryAfter => {
+            times(entry.value, |text| base.read_with(entry.header.unit, text)).max()
+        }
         // A server that states no more than the window of the limit that it enforces.
         Role::Window if state.is_some_and(|state| state.same_group(entry)) => {
             time::window(entry.header.unit.unwrap_or(1000), entry.value)
@@ -56,7 +56,5 @@ fn longest<'a>(
     lines: impl Iterator<Item = &'a str>,
     read: impl Fn(&str) -> Option<u64>,
 ) -> Option<u64> {
-    let mut longest = None;
-    lines.for_each(|line| each_time(line, &read, |time| longest = longest.max(Some(time))));
-    longest
+    lines.flat_map(|line| times(line, &read)).max()
 }
