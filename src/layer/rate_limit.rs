@@ -95,10 +95,9 @@ use crate::uncertain::is_any_uncertain;
 #[derive(Clone, Debug)]
 #[doc(alias = "throttle")]
 pub struct RateLimitLayer {
-    pub(super) limiter: Limiter,
-    pub(super) extractors: Arc<Extractors>,
+    first: LimitOfLayer,
     /// The limits besides the first. Empty for most layers.
-    pub(super) further: Arc<[FurtherLimit]>,
+    further: Arc<[LimitOfLayer]>,
     /// Whether a request has several keys, or a limit of other units than requests.
     is_joint: bool,
     /// Whether key and deadline are all that is read of a request without extensions. So it counts in one limit,
@@ -106,14 +105,35 @@ pub struct RateLimitLayer {
     is_plain: bool,
 }
 
-/// A limit of a layer besides the first, with a key of its own.
+/// A limit of a layer, with a key of its own.
 #[derive(Clone, Debug)]
-pub(super) struct FurtherLimit {
+pub(super) struct LimitOfLayer {
     /// The name of the limit, if it was added by [`RateLimitBuilder::and_per`] or
     /// [`RateLimitBuilder::routes`]. Such a limit does not see a request without a key.
     pub(super) name: Option<&'static str>,
     pub(super) limiter: Limiter,
     pub(super) extractors: Arc<Extractors>,
+}
+
+impl LimitOfLayer {
+    /// Notes whether `request` has a class, if the limit is divided and has no class function.
+    #[inline]
+    fn note_class(&self, request: &impl RequestInfo) {
+        if self.limiter.is_divided() && self.extractors.class.is_none() {
+            let has_class = class_in_extensions(request).is_some();
+            self.limiter.note_class(has_class);
+        }
+    }
+
+    /// Returns the limiter that counts `request`: that of its class, if the quota is divided.
+    #[inline]
+    fn counting(&self, request: &impl RequestInfo) -> &Limiter {
+        if self.limiter.is_divided() {
+            self.limiter.of_class(self.extractors.read_class(request))
+        } else {
+            &self.limiter
+        }
+    }
 }
 
 impl RateLimitLayer {
@@ -138,7 +158,7 @@ impl RateLimitLayer {
     /// If the layer has [several limits](crate::guide::several_limits), this is the limiter of the
     /// first one.
     pub fn limiter(&self) -> Limiter {
-        self.limiter.clone()
+        self.first.limiter.clone()
     }
 
     /// Returns the limiter of the limit that [`and_per`](RateLimitBuilder::and_per) or
@@ -180,30 +200,17 @@ impl RateLimitLayer {
     /// ```
     #[must_use]
     pub fn and(self, other: RateLimitLayer) -> RateLimitLayer {
-        let first_of_other = FurtherLimit {
-            name: None,
-            limiter: other.limiter,
-            extractors: other.extractors,
-        };
-        let own = self.further.iter().cloned();
-        let further = own
-            .chain([first_of_other])
-            .chain(other.further.iter().cloned());
-        RateLimitLayer::join(self.limiter, self.extractors, further.collect())
+        let further = self.further.iter().chain(other.limits()).cloned();
+        RateLimitLayer::join(self.first, further.collect())
             .expect("a layer has at most eight limits, where each unit of a quota is one")
     }
 
     /// Makes a layer of several limits. Returns `None` if they are too many.
-    pub(super) fn join(
-        limiter: Limiter,
-        extractors: Arc<Extractors>,
-        further: Arc<[FurtherLimit]>,
-    ) -> Option<Self> {
-        let is_joint = !further.is_empty() || limiter.counts_units();
+    pub(super) fn join(first: LimitOfLayer, further: Arc<[LimitOfLayer]>) -> Option<Self> {
+        let is_joint = !further.is_empty() || first.limiter.counts_units();
         let layer = RateLimitLayer {
-            is_plain: !is_joint && !limiter.is_divided() && extractors.are_plain(),
-            limiter,
-            extractors,
+            is_plain: !is_joint && !first.limiter.is_divided() && first.extractors.are_plain(),
+            first,
             further,
             is_joint,
         };
@@ -211,10 +218,13 @@ impl RateLimitLayer {
         (units <= MOST_PARTS).then_some(layer)
     }
 
+    fn limits(&self) -> impl Iterator<Item = &LimitOfLayer> {
+        std::iter::once(&self.first).chain(self.further.iter())
+    }
+
     /// Returns the limiters of all limits.
     fn limiters(&self) -> impl Iterator<Item = &Limiter> {
-        let further = self.further.iter().map(|limit| &limit.limiter);
-        std::iter::once(&self.limiter).chain(further)
+        self.limits().map(|limit| &limit.limiter)
     }
 
     /// Adds to `parts` the limits that a request counts in, with its key and cost for each. Returns
@@ -232,46 +242,42 @@ impl RateLimitLayer {
         parts: &mut SmallVec<[PartRef<'a>; 4]>,
     ) -> Result<Option<Instant>, Limited> {
         let mut host = HostKey::of(request);
-        let quota = self.quota_of(&self.limiter, &self.extractors, &reading, request)?;
-        let limiter = counting(&self.limiter, &self.extractors, request);
-        self.add_parts(limiter, &reading, quota, &mut host, parts)?;
+        self.add_parts(&self.first, &reading, request, &mut host, parts)?;
         let (mut without_routes, mut deadline) = (reading.without_routes, reading.deadline);
         for limit in self.further.iter() {
-            let FurtherLimit {
-                name,
-                limiter,
-                extractors,
-            } = limit;
-            note_class(limiter, extractors, request);
-            let own = extractors.read(request, &mut host, Some(without_routes));
-            let mut own = match (own, name) {
+            limit.note_class(request);
+            let own = limit
+                .extractors
+                .read(request, &mut host, Some(without_routes));
+            let mut own = match (own, limit.name) {
                 (Some(own), _) => own,
                 (None, Some(_)) => continue,
-                (None, None) => return Err(limiter.unreadable(Reason::NoKey, &self.limiter)),
+                (None, None) => return Err(self.unreadable(&limit.limiter, Reason::NoKey)),
             };
-            match name {
+            match limit.name {
                 Some(name) => own.key = own.key.and(name),
                 None => without_routes = own.without_routes,
             }
             // The shorter of two deadlines; a limit without one allows any wait.
             deadline = deadline.into_iter().chain(own.deadline).min();
-            let quota = self.quota_of(limiter, extractors, &own, request)?;
-            let limiter = counting(limiter, extractors, request);
-            self.add_parts(limiter, &own, quota, &mut host, parts)?;
+            self.add_parts(limit, &own, request, &mut host, parts)?;
         }
         Ok(deadline)
     }
 
-    /// Adds to `parts` what `limiter` counts of a request.
+    /// Adds to `parts` what `limit` counts of `request`, of which it has read `own`.
     #[inline]
     fn add_parts<'a, R: RequestInfo>(
         &self,
-        limiter: &'a Limiter,
+        limit: &'a LimitOfLayer,
         own: &Reading,
-        quota: QuotaId,
+        request: &R,
         host: &mut HostKey<'_, R>,
         parts: &mut SmallVec<[PartRef<'a>; 4]>,
     ) -> Result<(), Limited> {
+        let quota = limit.extractors.read_quota(own, request, &limit.limiter);
+        let quota = quota.map_err(|reason| self.unreadable(&limit.limiter, reason))?;
+        let limiter = limit.counting(request);
         let mut host_key = limiter.host_of(own.key, host);
         // Which of several limits a response may reach depends on its host.
         if !self.further.is_empty() {
@@ -284,53 +290,43 @@ impl RateLimitLayer {
         }
         let is_unknown = |unit: &str| !self.limiters().any(|limiter| limiter.counts(unit));
         if let Some(reason) = limiter.check_units(&own.cost, is_unknown) {
-            return Err(limiter.unreadable(reason, &self.limiter));
+            return Err(self.unreadable(limiter, reason));
         }
         parts.extend(limiter.parts(own.key, &own.cost, quota, host_key));
         Ok(())
     }
 
-    /// Returns the number of the quota that `request` states for its key of `limiter`.
-    fn quota_of(
-        &self,
-        limiter: &Limiter,
-        extractors: &Extractors,
-        own: &Reading,
-        request: &impl RequestInfo,
-    ) -> Result<QuotaId, Limited> {
-        let quota = extractors.read_quota(own, request, limiter);
-        quota.map_err(|reason| limiter.unreadable(reason, &self.limiter))
-    }
-
-    /// Returns the limiter of the first limit that counts `request`.
-    #[inline]
-    fn counting(&self, request: &impl RequestInfo) -> &Limiter {
-        counting(&self.limiter, &self.extractors, request)
+    /// Returns the error of a request that `limiter` cannot count.
+    fn unreadable(&self, limiter: &Limiter, reason: Reason) -> Limited {
+        limiter.unreadable(reason, &self.first.limiter)
     }
 
     /// Admits a request of which more than key and deadline may matter, as [`Gate::enter_fast`] does.
     // Not inlined, so that a plain request has all its values in registers.
     #[inline(never)]
     fn enter_any(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
-        note_class(&self.limiter, &self.extractors, request);
+        let first = &self.first;
+        first.note_class(request);
         let mut host = HostKey::of(request);
-        let Some(mut reading) = self.extractors.read(request, &mut host, None) else {
+        let Some(mut reading) = first.extractors.read(request, &mut host, None) else {
             return Err(None);
         };
         // Of a key under suspicion, kinds of requests may be on hold.
         if self.is_joint
             || is_inside_a_layer()
             || is_any_suspected()
-            || !self.extractors.policy.is_default()
+            || !first.extractors.policy.is_default()
         {
             return Err(Some(reading));
         }
-        let quota = self.extractors.read_quota(&reading, request, &self.limiter);
-        let Ok(quota) = quota else {
+        let Ok(quota) = first
+            .extractors
+            .read_quota(&reading, request, &first.limiter)
+        else {
             // The slow path makes the error.
             return Err(Some(reading));
         };
-        let limiter = self.counting(request);
+        let limiter = first.counting(request);
         let entry = Entry {
             key: limiter.key_of(reading.key),
             cost: reading.cost.under(None),
@@ -353,18 +349,19 @@ impl RateLimitLayer {
     /// Admits a request of which only key and deadline matter.
     #[inline(never)]
     fn enter_keyed(&self, request: &impl RequestInfo) -> Result<Admitted, Option<Reading>> {
+        let first = &self.first;
         let mut host = HostKey::of(request);
-        let Some(key) = self.extractors.read_key(request, &mut host, None) else {
+        let Some(key) = first.extractors.read_key(request, &mut host, None) else {
             return Err(None);
         };
         let entry = Entry {
             key,
             cost: 1,
-            deadline: self.extractors.read_deadline(request),
-            host: self.limiter.host_of(key, &mut host),
+            deadline: first.extractors.read_deadline(request),
+            host: first.limiter.host_of(key, &mut host),
             quota: QuotaId::NONE,
         };
-        send_at_once(&self.limiter, entry)
+        send_at_once(&first.limiter, entry)
     }
 
     /// Admits a request on the slow path, makes it wait, or refuses it.
@@ -376,7 +373,7 @@ impl RateLimitLayer {
             Ok(deadline) => deadline,
             Err(limited) => return Admission::No(limited),
         };
-        let suspect = Suspect::find(&parts, || self.extractors.read_kind(request, cost));
+        let suspect = Suspect::find(&parts, || self.first.extractors.read_kind(request, cost));
         let kind = suspect.as_ref().map(|suspect| suspect.kind);
         if suspect
             .as_ref()
@@ -395,7 +392,7 @@ impl RateLimitLayer {
     ///
     /// Later the request is gone, and with it the host. An error names the host.
     fn with_label(&self, sent: Sent, key: Key, request: &impl RequestInfo) -> Sent {
-        if self.extractors.policy.error_on_limit() {
+        if self.first.extractors.policy.error_on_limit() {
             sent.named(self.label(key, request))
         } else {
             sent
@@ -405,14 +402,14 @@ impl RateLimitLayer {
     /// Counts a request that is sent now, and that may have been sent before.
     #[cold]
     fn sends_again(&self, attempts: &Attempts, request: &impl RequestInfo) {
-        let limiter = self.counting(request);
+        let limiter = self.first.counting(request);
         let count = attempts.is_sent(limiter.id());
         if count < 2 {
             return;
         }
         let label = || {
             let mut host = HostKey::of(request);
-            let key = self.extractors.read_key(request, &mut host, None);
+            let key = self.first.extractors.read_key(request, &mut host, None);
             self.label(key.unwrap_or(Key::ALL), request)
         };
         limiter.sent_again(count, is_reported(count), &label);
@@ -420,14 +417,10 @@ impl RateLimitLayer {
 
     /// Notes the host of `request` as the name of the keys that it has because of its host.
     fn note_host_names(&self, request: &impl RequestInfo) {
-        let first = (None, &self.extractors);
-        let further = self.further.iter();
-        let all =
-            std::iter::once(first).chain(further.map(|limit| (limit.name, &limit.extractors)));
         let mut host = HostKey::of(request);
-        for (name, _) in all.filter(|(_, extractors)| extractors.are_by_host()) {
+        for limit in self.limits().filter(|limit| limit.extractors.are_by_host()) {
             if let (Some(key), Some(text)) = (host.get(), request.host()) {
-                host_names::note(name.map_or(key, |name| key.and(name)), text);
+                host_names::note(limit.name.map_or(key, |name| key.and(name)), text);
             }
         }
     }
@@ -435,29 +428,8 @@ impl RateLimitLayer {
     /// Returns the name of `key`, which came with `request`, for errors and events.
     #[cold]
     fn label(&self, key: Key, request: &impl RequestInfo) -> Label {
-        self.limiter.label(key, Some(&RequestRef::new(request)))
-    }
-}
-
-/// Notes whether `request` has a class, if a limit is divided and has no class function.
-#[inline]
-fn note_class(limiter: &Limiter, extractors: &Extractors, request: &impl RequestInfo) {
-    if limiter.is_divided() && extractors.class.is_none() {
-        limiter.note_class(class_in_extensions(request).is_some());
-    }
-}
-
-/// Returns the limiter of a limit that counts `request`: that of its class, if the quota is divided.
-#[inline]
-fn counting<'a>(
-    limiter: &'a Limiter,
-    extractors: &Extractors,
-    request: &impl RequestInfo,
-) -> &'a Limiter {
-    if limiter.is_divided() {
-        limiter.of_class(extractors.read_class(request))
-    } else {
-        limiter
+        let request = RequestRef::new(request);
+        self.first.limiter.label(key, Some(&request))
     }
 }
 
@@ -493,19 +465,20 @@ impl Gate for RateLimitLayer {
         if !is_plain {
             return self.enter_any(request);
         }
-        if !self.extractors.have_one_key() {
+        let first = &self.first;
+        if !first.extractors.have_one_key() {
             return self.enter_keyed(request);
         }
         let entry = Entry {
             key: Key::ALL,
             cost: 1,
-            deadline: self.extractors.read_deadline(request),
-            host: self.limiter.host_of(Key::ALL, &mut HostKey::of(request)),
+            deadline: first.extractors.read_deadline(request),
+            host: first.limiter.host_of(Key::ALL, &mut HostKey::of(request)),
             quota: QuotaId::NONE,
         };
-        match self.limiter.send_one_unlocked(&entry) {
-            Some(now) => Ok(self.limiter.admitted(&entry, now)),
-            None => send_at_once(&self.limiter, entry),
+        match first.limiter.send_one_unlocked(&entry) {
+            Some(now) => Ok(first.limiter.admitted(&entry, now)),
+            None => send_at_once(&first.limiter, entry),
         }
     }
 
@@ -524,16 +497,16 @@ impl Gate for RateLimitLayer {
         if !self.limiters().any(Limiter::is_divided)
             && let Some(class) = class_in_extensions(request)
         {
-            self.limiter.unknown_class(class);
+            self.first.limiter.unknown_class(class);
         }
         self.note_host_names(request);
         let Some(reading) = reading else {
-            return Admission::No(self.limiter.unreadable(Reason::NoKey, &self.limiter));
+            return Admission::No(self.unreadable(&self.first.limiter, Reason::NoKey));
         };
         let key = reading.key;
         let admission = self.admit(reading, request);
-        let limiter = self.counting(request);
-        if let Some(name_of) = &self.extractors.key_name
+        let limiter = self.first.counting(request);
+        if let Some(name_of) = &self.first.extractors.key_name
             && limiter.is_unnamed(key)
             && let Some(name) = name_of(&RequestRef::new(request))
         {
@@ -557,7 +530,7 @@ impl Gate for RateLimitLayer {
 
     #[inline]
     fn policy(&self) -> ResponsePolicy {
-        self.extractors.policy.clone()
+        self.first.extractors.policy.clone()
     }
 
     fn poll_estimated(
@@ -572,7 +545,7 @@ impl Gate for RateLimitLayer {
             && wait.estimate_anew(cx, || {
                 let mut parts = SmallVec::new();
                 let mut host = HostKey::of(request);
-                if let Some(reading) = self.extractors.read(request, &mut host, None) {
+                if let Some(reading) = self.first.extractors.read(request, &mut host, None) {
                     // A request that can no longer be read keeps its costs.
                     let _ = self.read_parts(reading, request, &mut parts);
                 }

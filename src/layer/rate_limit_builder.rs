@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::extractors::Extractors;
 use super::guard;
-use super::rate_limit::{FurtherLimit, RateLimitLayer};
+use super::rate_limit::{LimitOfLayer, RateLimitLayer};
 use super::routes::{RouteTable, Routes};
 use super::settings::{Common, at_most, check_name, common_setters};
 use crate::config_error::ConfigError;
@@ -700,7 +700,7 @@ impl RateLimitBuilder {
             if let Some(routes) = routes {
                 extractors.set_own_routes(RouteTable::new(routes, &limiter)?);
             }
-            further.push(FurtherLimit {
+            further.push(LimitOfLayer {
                 name: Some(name),
                 limiter,
                 extractors: Arc::new(extractors),
@@ -712,9 +712,12 @@ impl RateLimitBuilder {
         if let Some(routes) = self.instead.pop() {
             self.common.extractors.routes = Some(RouteTable::new(routes, &limiter)?);
         }
-        let extractors = Arc::new(self.common.extractors);
-        let layer = RateLimitLayer::join(limiter, extractors, further.into());
-        layer.ok_or(ConfigError::out_of_range(
+        let first = LimitOfLayer {
+            name: None,
+            limiter,
+            extractors: Arc::new(self.common.extractors),
+        };
+        RateLimitLayer::join(first, further.into()).ok_or(ConfigError::out_of_range(
             "and_per",
             "more than eight limits",
             "at most eight limits, where each unit of a quota is one",
