@@ -505,6 +505,9 @@ impl Gate for RateLimitLayer {
         };
         let key = reading.key;
         let admission = self.admit(reading, request);
+        if let Admission::Go(_) = admission {
+            self.sends(request);
+        }
         let limiter = self.first.counting(request);
         if let Some(name_of) = &self.first.extractors.key_name
             && limiter.is_unnamed(key)

@@ -210,13 +210,7 @@ mod middleware {
     fn enter<G: Gate>(gate: &G, request: &RequestRef<'_>) -> Admission<G::Call, G::Wait> {
         match gate.enter_fast(request) {
             Ok(admitted) => Admission::Go(gate.sent(admitted)),
-            Err(entry) => {
-                let admission = gate.enter_slow(entry, request);
-                if let Admission::Go(_) = admission {
-                    gate.sends(request);
-                }
-                admission
-            }
+            Err(entry) => gate.enter_slow(entry, request),
         }
     }
 

@@ -68,7 +68,7 @@ pub(super) trait Gate: Clone + Send + Sync {
         request: &impl RequestInfo,
     ) -> Admission<Self::Call, Self::Wait>;
 
-    /// Notes that `request` is sent now, on the slow path. On the fast path, [`enter_fast`](Gate::enter_fast) notes it.
+    /// Notes that `request` is sent now, after it has waited. If it need not wait, the gate notes it when it admits it.
     fn sends(&self, _request: &impl RequestInfo) {}
 
     /// Begins a call or poll of the inner service, which ends when the value is dropped. A gate inside may refuse its

@@ -151,10 +151,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
             }
         } else {
             let wait = match self.gate.enter_slow(entry, &request) {
-                Admission::Go(call) => {
-                    self.gate.sends(&request);
-                    return self.call_granted(call, request, clone);
-                }
+                Admission::Go(call) => return self.call_granted(call, request, clone),
                 Admission::Wait(wait) => Ok(wait),
                 Admission::No(limited) => Err(limited),
             };
