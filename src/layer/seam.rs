@@ -44,7 +44,7 @@ pub(super) trait Gate: Clone + Send + Sync {
     /// A request that the gate has admitted at once, and that the edge sends now.
     ///
     /// It is `Copy`, so that an edge has nothing to drop if the inner service panics: see
-    /// `Gated::call_now`.
+    /// `RateLimit::call_now`.
     type Admitted: Copy;
 
     /// What the gate has read from a request that it did not admit at once.

@@ -1,7 +1,7 @@
 //! The Tower service of every gate, and its future.
 //!
-//! [`Gated`] and [`GatedFuture`] are written once, over [`Gate`]. The public service and its future
-//! are newtypes of them, generic over the layer: [`edge!`] implements them for each layer.
+//! Both are written once, generic over the layer and its [`Gate`]. [`edge!`] implements the traits
+//! `Service` and `Future` for each layer.
 
 use std::fmt;
 use std::future::Future;
@@ -20,13 +20,6 @@ use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
 use crate::limiter::{Mark, forget_panic, is_unsure};
 use crate::signal::ResponseInfo;
-
-/// A Tower service behind a gate.
-#[derive(Clone, Debug)]
-pub(super) struct Gated<G, S> {
-    pub(super) gate: G,
-    pub(super) inner: S,
-}
 
 /// A service that a layer of this crate can be put around, because it is `Clone`. Implemented for each
 /// type that is.
@@ -61,12 +54,17 @@ impl<S: Clone> CloneService for S {}
 /// only once.
 pub(super) type CloneFn<R> = fn(&R) -> Option<R>;
 
-impl<G: Gate, S: Clone> Gated<G, S> {
+#[expect(private_bounds, reason = "all of it is private")]
+impl<S: Clone, L: Edge<Gate = G>, G: Gate> RateLimit<S, L> {
     /// Brings `request` to the gate. If `clone` is given, the future sends a refused request again.
-    // Not inlined: a newtype would build the future on its stack and copy it, which cost 10 ns a
-    // call.
+    // Not inlined: `Service::call` would build the future on its stack and copy it, which cost 10 ns
+    // a call.
     #[inline(never)]
-    pub(super) fn call<R>(&mut self, request: R, clone: Option<CloneFn<R>>) -> GatedFuture<G, S, R>
+    pub(super) fn begin<R>(
+        &mut self,
+        request: R,
+        clone: Option<CloneFn<R>>,
+    ) -> ResponseFuture<S, R, L>
     where
         R: RequestInfo,
         S: Service<R>,
@@ -87,7 +85,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
     // place of the result. So nothing is made before the inner service is called, and this function
     // is not inlined. Otherwise the future is copied, which cost 7 ns for a future of 112 bytes.
     #[inline(never)]
-    fn call_now<R>(&mut self, admitted: G::Admitted, request: R) -> GatedFuture<G, S, R>
+    fn call_now<R>(&mut self, admitted: G::Admitted, request: R) -> ResponseFuture<S, R, L>
     where
         S: Service<R>,
     {
@@ -95,7 +93,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         let response = self.inner.call(request);
         // Without a branch or a call that may panic, because the future would be copied after it.
         mark.remove();
-        GatedFuture {
+        ResponseFuture {
             state: GatedState::Calling {
                 response,
                 call: Some(self.gate.sent(admitted)),
@@ -114,11 +112,11 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         call: G::Call,
         request: R,
         clone: Option<CloneFn<R>>,
-    ) -> GatedFuture<G, S, R>
+    ) -> ResponseFuture<S, R, L>
     where
         S: Service<R>,
     {
-        GatedFuture {
+        ResponseFuture {
             state: GatedState::calling(call, &mut self.inner, request, clone),
             policy: self.gate.policy(),
         }
@@ -132,7 +130,7 @@ impl<G: Gate, S: Clone> Gated<G, S> {
         entry: G::Entry,
         request: R,
         clone: Option<CloneFn<R>>,
-    ) -> GatedFuture<G, S, R>
+    ) -> ResponseFuture<S, R, L>
     where
         R: RequestInfo,
         S: Service<R>,
@@ -174,23 +172,10 @@ impl<G: Gate, S: Clone> Gated<G, S> {
                 },
             }
         };
-        GatedFuture {
+        ResponseFuture {
             state,
             policy: self.gate.policy(),
         }
-    }
-}
-
-pin_project! {
-    /// The future of a [`Gated`] service.
-    pub(super) struct GatedFuture<G, S, R>
-    where
-        G: Gate,
-        S: Service<R>,
-    {
-        #[pin]
-        state: GatedState<G, S, R>,
-        policy: ResponsePolicy,
     }
 }
 
@@ -309,19 +294,24 @@ where
     }
 }
 
-impl<G, S, R> GatedState<G, S, R>
+#[expect(private_bounds, reason = "all of it is private")]
+impl<S, R, L, G> ResponseFuture<S, R, L>
 where
-    G: Gate,
     R: RequestInfo,
     S: Service<R> + Clone,
     S::Error: Into<BoxError>,
+    L: Edge<Gate = G>,
+    G: Gate,
 {
     /// Polls until the request was sent. Ready with an error if it is refused.
     // Not inlined, so that polling the inner service needs little room on the stack.
     #[cold]
     #[inline(never)]
-    fn poll_admission(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        match self.as_mut().project() {
+    fn poll_admission(
+        mut state: Pin<&mut GatedState<G, S, R>>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), Error>> {
+        match state.as_mut().project() {
             StateProj::Calling { .. } => Poll::Ready(Ok(())),
             StateProj::Waiting { pending } => {
                 let waiting = pending
@@ -338,7 +328,7 @@ where
                     request,
                     clone,
                 } = waited.unsent;
-                self.set(GatedState::calling(call, &mut inner, request, clone));
+                state.set(GatedState::calling(call, &mut inner, request, clone));
                 Poll::Ready(Ok(()))
             }
             StateProj::Refused { limited } => {
@@ -358,27 +348,22 @@ where
                     clone,
                 } = unsent;
                 forget_panic();
-                self.set(Gated { gate, inner }.call(request, clone).state);
+                let mut service = RateLimit::<S, L>::new(gate, inner);
+                state.set(service.begin(request, clone).state);
                 Poll::Ready(Ok(()))
             }
         }
     }
-}
 
-impl<G, S, R> GatedFuture<G, S, R>
-where
-    G: Gate,
-    R: RequestInfo,
-    S: Service<R> + Clone,
-    S::Response: ResponseInfo,
-    S::Error: Into<BoxError>,
-{
     /// Polls for the response. The call ends with its head.
     #[inline]
     pub(super) fn poll_head(
         self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<S::Response, Error>> {
+    ) -> Poll<Result<S::Response, Error>>
+    where
+        S::Response: ResponseInfo,
+    {
         // The call ends before the response is moved, because the response would be copied once more
         // otherwise.
         self.poll_leaving(
@@ -456,7 +441,7 @@ where
                     }
                 }
                 StateProj::Waiting { .. } | StateProj::Refused { .. } | StateProj::Comes { .. } => {
-                    ready!(this.state.as_mut().poll_admission(cx))?;
+                    ready!(Self::poll_admission(this.state.as_mut(), cx))?;
                 }
             }
         }
@@ -487,37 +472,40 @@ pub trait Edge {
 /// A response future may be dropped at any time. A request that waits gives up its place in the queue,
 /// and an unused slot goes to the next request. Once the inner service was called, the permit counts as
 /// used. To an adaptive layer, the request is then one without a response.
-pub struct RateLimit<S, L: Edge = RateLimitLayer>(pub(super) Gated<L::Gate, S>);
+pub struct RateLimit<S, L: Edge = RateLimitLayer> {
+    gate: L::Gate,
+    pub(super) inner: S,
+}
 
 /// The Tower service of an [`AdaptiveThrottleLayer`].
 pub type AdaptiveThrottle<S> = RateLimit<S, AdaptiveThrottleLayer>;
 
 impl<S, L: Edge> RateLimit<S, L> {
     pub(super) fn new(gate: L::Gate, inner: S) -> Self {
-        RateLimit(Gated { gate, inner })
+        RateLimit { gate, inner }
     }
 
     /// Returns the inner service.
     pub fn get_ref(&self) -> &S {
-        &self.0.inner
+        &self.inner
     }
 
     /// Returns the inner service without the layer.
     pub fn into_inner(self) -> S {
-        self.0.inner
+        self.inner
     }
 }
 
 impl<S: Clone, L: Edge<Gate: Clone>> Clone for RateLimit<S, L> {
     fn clone(&self) -> Self {
-        RateLimit(self.0.clone())
+        RateLimit::new(self.gate.clone(), self.inner.clone())
     }
 }
 
 impl<S: fmt::Debug, L: Edge> fmt::Debug for RateLimit<S, L> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RateLimit")
-            .field("inner", &self.0.inner)
+            .field("inner", &self.inner)
             .finish_non_exhaustive()
     }
 }
@@ -530,7 +518,8 @@ pin_project! {
         L: Edge,
     {
         #[pin]
-        pub(super) inner: GatedFuture<L::Gate, S, R>,
+        state: GatedState<L::Gate, S, R>,
+        policy: ResponsePolicy,
     }
 }
 
@@ -585,12 +574,12 @@ macro_rules! edge {
                 &mut self,
                 cx: &mut std::task::Context<'_>,
             ) -> std::task::Poll<Result<(), $crate::Error>> {
-                self.0.inner.poll_ready(cx).map_err($crate::Error::inner)
+                self.inner.poll_ready(cx).map_err($crate::Error::inner)
             }
 
             #[inline]
             fn call(&mut self, request: R) -> Self::Future {
-                $crate::layer::service::ResponseFuture { inner: self.0.call(request, $clone) }
+                self.begin(request, $clone)
             }
         }
 
@@ -606,7 +595,7 @@ macro_rules! edge {
                 self: std::pin::Pin<&mut Self>,
                 $cx: &mut std::task::Context<'_>,
             ) -> std::task::Poll<Self::Output> {
-                let $future = self.project().inner;
+                let $future = self;
                 $poll
             }
         }
