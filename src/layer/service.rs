@@ -54,6 +54,68 @@ impl<S: Clone> CloneService for S {}
 /// only once.
 pub(super) type CloneFn<R> = fn(&R) -> Option<R>;
 
+/// A layer of this crate: what services and their futures are generic over.
+///
+/// Each layer has its own implementations of `Service` and `Future`, so that the compiler names what a
+/// service lacks and not this trait.
+pub trait Edge {
+    /// The gate behind the layer.
+    #[expect(private_bounds, reason = "no other crate implements the trait")]
+    type Gate: Gate;
+}
+
+/// The Tower service of a [`RateLimitLayer`], and of each other layer `L` of this crate.
+///
+/// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`, because the
+/// key is known only when the request is there.
+///
+/// Poll the response future as soon as you have it. If the request need not wait, `call` has called
+/// the inner service, but most services send a request when their future is first polled. If a request
+/// is sent long after its permit was granted, the upstream may see more requests than its limit allows.
+///
+/// # Cancel safety
+///
+/// A response future may be dropped at any time. A request that waits gives up its place in the queue,
+/// and an unused slot goes to the next request. Once the inner service was called, the permit counts as
+/// used. To an adaptive layer, the request is then one without a response.
+pub struct RateLimit<S, L: Edge = RateLimitLayer> {
+    gate: L::Gate,
+    pub(super) inner: S,
+}
+
+/// The Tower service of an [`AdaptiveThrottleLayer`].
+pub type AdaptiveThrottle<S> = RateLimit<S, AdaptiveThrottleLayer>;
+
+impl<S, L: Edge> RateLimit<S, L> {
+    pub(super) fn new(gate: L::Gate, inner: S) -> Self {
+        RateLimit { gate, inner }
+    }
+
+    /// Returns the inner service.
+    pub fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// Returns the inner service without the layer.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S: Clone, L: Edge<Gate: Clone>> Clone for RateLimit<S, L> {
+    fn clone(&self) -> Self {
+        RateLimit::new(self.gate.clone(), self.inner.clone())
+    }
+}
+
+impl<S: fmt::Debug, L: Edge> fmt::Debug for RateLimit<S, L> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RateLimit")
+            .field("inner", &self.inner)
+            .finish_non_exhaustive()
+    }
+}
+
 #[expect(private_bounds, reason = "all of it is private")]
 impl<S: Clone, L: Edge<Gate = G>, G: Gate> RateLimit<S, L> {
     /// Brings `request` to the gate. If `clone` is given, the future sends a refused request again.
@@ -176,6 +238,29 @@ impl<S: Clone, L: Edge<Gate = G>, G: Gate> RateLimit<S, L> {
             state,
             policy: self.gate.policy(),
         }
+    }
+}
+
+pin_project! {
+    /// The response future of a [`RateLimit`] service, also of one of another layer `L`.
+    pub struct ResponseFuture<S, R, L = RateLimitLayer>
+    where
+        S: Service<R>,
+        L: Edge,
+    {
+        #[pin]
+        state: GatedState<L::Gate, S, R>,
+        policy: ResponsePolicy,
+    }
+}
+
+impl<S, R, L> fmt::Debug for ResponseFuture<S, R, L>
+where
+    S: Service<R>,
+    L: Edge,
+{
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
     }
 }
 
@@ -445,91 +530,6 @@ where
                 }
             }
         }
-    }
-}
-
-/// A layer of this crate: what services and their futures are generic over.
-///
-/// Each layer has its own implementations of `Service` and `Future`, so that the compiler names what a
-/// service lacks and not this trait.
-pub trait Edge {
-    /// The gate behind the layer.
-    #[expect(private_bounds, reason = "no other crate implements the trait")]
-    type Gate: Gate;
-}
-
-/// The Tower service of a [`RateLimitLayer`], and of each other layer `L` of this crate.
-///
-/// `poll_ready` polls the inner service and nothing else. The permit is acquired in `call`, because the
-/// key is known only when the request is there.
-///
-/// Poll the response future as soon as you have it. If the request need not wait, `call` has called
-/// the inner service, but most services send a request when their future is first polled. If a request
-/// is sent long after its permit was granted, the upstream may see more requests than its limit allows.
-///
-/// # Cancel safety
-///
-/// A response future may be dropped at any time. A request that waits gives up its place in the queue,
-/// and an unused slot goes to the next request. Once the inner service was called, the permit counts as
-/// used. To an adaptive layer, the request is then one without a response.
-pub struct RateLimit<S, L: Edge = RateLimitLayer> {
-    gate: L::Gate,
-    pub(super) inner: S,
-}
-
-/// The Tower service of an [`AdaptiveThrottleLayer`].
-pub type AdaptiveThrottle<S> = RateLimit<S, AdaptiveThrottleLayer>;
-
-impl<S, L: Edge> RateLimit<S, L> {
-    pub(super) fn new(gate: L::Gate, inner: S) -> Self {
-        RateLimit { gate, inner }
-    }
-
-    /// Returns the inner service.
-    pub fn get_ref(&self) -> &S {
-        &self.inner
-    }
-
-    /// Returns the inner service without the layer.
-    pub fn into_inner(self) -> S {
-        self.inner
-    }
-}
-
-impl<S: Clone, L: Edge<Gate: Clone>> Clone for RateLimit<S, L> {
-    fn clone(&self) -> Self {
-        RateLimit::new(self.gate.clone(), self.inner.clone())
-    }
-}
-
-impl<S: fmt::Debug, L: Edge> fmt::Debug for RateLimit<S, L> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RateLimit")
-            .field("inner", &self.inner)
-            .finish_non_exhaustive()
-    }
-}
-
-pin_project! {
-    /// The response future of a [`RateLimit`] service, also of one of another layer `L`.
-    pub struct ResponseFuture<S, R, L = RateLimitLayer>
-    where
-        S: Service<R>,
-        L: Edge,
-    {
-        #[pin]
-        state: GatedState<L::Gate, S, R>,
-        policy: ResponsePolicy,
-    }
-}
-
-impl<S, R, L> fmt::Debug for ResponseFuture<S, R, L>
-where
-    S: Service<R>,
-    L: Edge,
-{
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ResponseFuture").finish_non_exhaustive()
     }
 }
 
