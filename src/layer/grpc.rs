@@ -254,31 +254,26 @@ pin_project! {
         // `None` for a local refusal, and once the call was cancelled.
         #[pin]
         body: Option<B>,
-        call: CallInBody,
+        // While it is open.
+        call: Option<Box<dyn OpenCall>>,
+        // Whether the server has sent a message.
+        has_message: bool,
     }
-}
 
-/// The call of a body, while it is open.
-struct CallInBody {
-    call: Option<Box<dyn OpenCall>>,
-    /// Whether the server has sent a message.
-    has_message: bool,
-}
-
-impl CallInBody {
-    /// Ends the call with the trailers, or without a statement about limits.
-    fn end(&mut self, trailers: Option<&HeaderMap>) {
-        if let Some(call) = self.call.take() {
-            call.end(trailers);
+    impl<B> PinnedDrop for GrpcBody<B> {
+        fn drop(this: Pin<&mut Self>) {
+            let this = this.project();
+            if *this.has_message {
+                end(this.call, None);
+            }
         }
     }
 }
 
-impl Drop for CallInBody {
-    fn drop(&mut self) {
-        if self.has_message {
-            self.end(None);
-        }
+/// Ends the call of a body with the trailers, or without a statement about limits.
+fn end(call: &mut Option<Box<dyn OpenCall>>, trailers: Option<&HeaderMap>) {
+    if let Some(call) = call.take() {
+        call.end(trailers);
     }
 }
 
@@ -286,10 +281,8 @@ impl<B> GrpcBody<B> {
     fn new(body: Option<B>, call: Option<Box<dyn OpenCall>>) -> Self {
         GrpcBody {
             body,
-            call: CallInBody {
-                call,
-                has_message: false,
-            },
+            call,
+            has_message: false,
         }
     }
 }
@@ -310,9 +303,9 @@ where
         let Some(body) = this.body.as_mut().as_pin_mut() else {
             return Poll::Ready(None);
         };
-        let open = this.call.call.as_ref();
+        let open = this.call.as_ref();
         if let Some(Poll::Ready(lost)) = open.map(|call| call.poll_lost(cx)) {
-            this.call.call = None;
+            *this.call = None;
             // Dropping the body cancels the call.
             this.body.set(None);
             return Poll::Ready(Some(Err(Error::from(lost).into())));
@@ -320,17 +313,17 @@ where
         let frame = match ready!(body.poll_frame(cx)) {
             Some(Ok(frame)) => frame,
             Some(Err(error)) => {
-                this.call.call = None;
+                *this.call = None;
                 return Poll::Ready(Some(Err(error.into())));
             }
             None => {
-                this.call.end(None);
+                end(this.call, None);
                 return Poll::Ready(None);
             }
         };
         match frame.trailers_ref() {
-            Some(trailers) => this.call.end(Some(trailers)),
-            None => this.call.has_message = true,
+            Some(trailers) => end(this.call, Some(trailers)),
+            None => *this.has_message = true,
         }
         Poll::Ready(Some(Ok(frame)))
     }
