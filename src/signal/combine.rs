@@ -39,19 +39,25 @@ pub(super) fn sort<'a>(lines: &Lines<'a>) -> Entries<'a> {
             add(header, line.value);
         }
     }
-    join(&mut entries);
+    for place in 0..entries.len() {
+        let named = entries[place];
+        let is_named = |entry: &GroupEntry<'_>| {
+            let is_plain = words::is_plain(entry.header.name.as_str());
+            is_plain && is_of_quota(entry) && entry.header.family == named.header.family
+        };
+        // Once for each family.
+        if is_named(&named) && !entries[..place].iter().any(is_named) {
+            join(&mut entries, &named);
+        }
+    }
     entries
 }
 
-/// Joins two groups of a family that describe one quota: one without a name, and one that only
-/// names the requests, if no value is in both. The group with the limit names the quota.
-fn join(entries: &mut Entries<'_>) {
-    let is_named = |entry: &GroupEntry<'_>| words::is_plain(entry.header.name.as_str());
-    let Some(named) = entries.iter().find(|entry| is_named(entry)).copied() else {
-        return;
-    };
+/// Joins two groups of a family that describe one quota: one without a name, and that of `named`,
+/// which only names the requests, if no value is in both. The group with the limit names the quota.
+fn join<'a>(entries: &mut Entries<'a>, named: &GroupEntry<'a>) {
     let of_family = |entry: &GroupEntry<'_>| entry.header.family == named.header.family;
-    let is_either = |entry: &GroupEntry<'_>| entry.header.is_unnamed() || entry.same_group(&named);
+    let is_either = |entry: &GroupEntry<'_>| entry.header.is_unnamed() || entry.same_group(named);
     let both = entries
         .iter()
         .filter(|entry| of_family(entry) && is_of_quota(entry));

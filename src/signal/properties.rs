@@ -90,6 +90,30 @@ fn quota_of_two_groups_is_stated_once() {
     assert_eq!(signal.quotas(), [quota]);
 }
 
+/// Two groups of a family are one quota, whatever other headers come before them.
+#[test]
+fn order_of_headers_does_not_matter() {
+    let quota = ObservedQuota::new().with_limit(100).with_remaining(50);
+    let of_another_family: [(_, &[u8]); 3] = [
+        ("x-other-requests-used", b"7"),
+        ("x-vendor-limit-requests", b"100"),
+        ("x-vendor-remaining", b"50"),
+    ];
+    let when_to_retry: [(_, &[u8]); 3] = [
+        ("x-vendor-retry-after-tokens", b"7"),
+        ("x-vendor-limit-requests", b"100"),
+        ("x-vendor-remaining", b"50"),
+    ];
+    for mut lines in [of_another_family, when_to_retry] {
+        for _ in 0..lines.len() {
+            lines.rotate_left(1);
+            let signal = of(200, &lines);
+            let expected = quota.clone().with_name("requests");
+            assert_eq!(signal.quotas(), [expected], "{lines:?}");
+        }
+    }
+}
+
 #[test]
 fn header_with_invalid_text_is_present_but_unread() {
     let signal = of(
