@@ -76,7 +76,7 @@ pub(super) fn start(store: &Arc<dyn Store>, task: impl Future<Output = ()> + Sen
 }
 
 /// Makes a task that calls `lost` if it is dropped, with its runtime, before its end: also before its first poll.
-pub(super) fn unless_lost(
+pub(crate) fn unless_lost(
     task: impl Future<Output = ()> + Send + 'static,
     lost: impl FnOnce() + Send + 'static,
 ) -> impl Future<Output = ()> + Send + 'static {

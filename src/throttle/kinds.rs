@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
+use super::pace_state::SavedPace;
 use crate::clock;
 use crate::key::Key;
 use crate::suspicion::Suspicion;
@@ -25,13 +26,6 @@ pub(super) struct Kinds {
     held: SmallVec<[HeldKind; 1]>,
     /// The pace before the first refusal, if it can be restored.
     before: Option<SavedPace>,
-}
-
-/// What a pace knew at a moment.
-#[derive(Debug)]
-pub(super) struct SavedPace {
-    pub(super) state: Vec<u8>,
-    pub(super) at: Instant,
 }
 
 /// A kind that the upstream refuses alone.

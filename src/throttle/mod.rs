@@ -16,9 +16,8 @@
 // |---|---|
 // | `pace_state` | the pace of one key, its last request and its hold: what processes share |
 // | `peers` | the processes that share the pace, as the register lists them |
-// | `sync_state` | whether a compare-and-set is under way, and whether the store answers |
+// | `sync_state` | whether a compare-and-set is under way, whether the store answers, and how long this process rests because others were faster |
 // | `peer_view` | what this process knows of the register |
-// | `conflicts` | how long this process rests because other processes were faster |
 // | `event_log` | what happened at this process and is not in the register yet |
 // | `local_queue` | the requests of this process for one key |
 // | `sharing` | how a process takes turns with others |
@@ -35,7 +34,6 @@
 //
 // The throttle does not decide how fast requests leave: the pace (`crate::pacing`) does.
 
-mod conflicts;
 mod counting;
 mod engine;
 mod event_log;

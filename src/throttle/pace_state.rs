@@ -44,6 +44,13 @@ pub(super) struct Load {
     pub(super) in_flight: usize,
 }
 
+/// What a pace knew at a moment.
+#[derive(Debug)]
+pub(super) struct SavedPace {
+    state: Vec<u8>,
+    pub(super) at: Instant,
+}
+
 impl PaceState {
     pub(super) fn new(pace: Box<dyn Pace>, max_hold: Duration, now: Instant) -> Self {
         PaceState {
@@ -213,32 +220,29 @@ impl PaceState {
         self.pace.share(codec)
     }
 
-    /// Returns the state as bytes, for [`restore`](Self::restore). Moments count from `now`.
-    pub(super) fn save(&mut self, now: Instant) -> Vec<u8> {
-        StateCodec::write(now, |codec| {
-            self.share(codec);
-        })
+    /// Saves the state that processes share, for [`restore`](Self::restore).
+    pub(super) fn save(&mut self, now: Instant) -> SavedPace {
+        let state = StateCodec::write(now, |codec| _ = self.share(codec));
+        SavedPace { state, at: now }
     }
 
-    /// Returns to the state that [`save`](Self::save) returned at `saved_at`.
-    pub(super) fn restore(&mut self, saved: &[u8], saved_at: Instant) {
-        StateCodec::read(saved, saved_at, |codec| {
-            self.share(codec);
-        });
+    /// Returns to the state that [`save`](Self::save) returned.
+    pub(super) fn restore(&mut self, saved: &SavedPace) {
+        StateCodec::read(&saved.state, saved.at, |codec| _ = self.share(codec));
     }
 
-    /// Returns the state as bytes, for [`forget_since`](Self::forget_since). `None` if the pace cannot be shared: then it
-    /// cannot be saved either.
-    pub(super) fn remember(&mut self, now: Instant) -> Option<Vec<u8>> {
+    /// Saves the state of a pace that processes do not share, for [`forget_since`](Self::forget_since). Returns `None` if the
+    /// pace cannot be shared: then it cannot be saved either.
+    pub(super) fn remember(&mut self, now: Instant) -> Option<SavedPace> {
         let mut is_whole = false;
-        let saved = StateCodec::save(now, |codec| is_whole = self.share(codec));
-        is_whole.then_some(saved)
+        let state = StateCodec::save(now, |codec| is_whole = self.share(codec));
+        is_whole.then_some(SavedPace { state, at: now })
     }
 
-    /// Returns to the state that [`remember`](Self::remember) returned at `saved_at`, but for when the last request left.
-    pub(super) fn forget_since(&mut self, saved: &[u8], saved_at: Instant) {
+    /// Returns to the state that [`remember`](Self::remember) returned, but for when the last request left.
+    pub(super) fn forget_since(&mut self, saved: &SavedPace) {
         let last_sent = self.last_sent;
-        StateCodec::restore(saved, saved_at, |codec| _ = self.share(codec));
+        StateCodec::restore(&saved.state, saved.at, |codec| _ = self.share(codec));
         self.last_sent = self.last_sent.max(last_sent);
     }
 

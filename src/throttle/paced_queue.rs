@@ -11,9 +11,8 @@
 use std::time::{Duration, Instant};
 
 use super::event_log::{FleetEvent, LogMark};
-use super::kinds::SavedPace;
 use super::local_queue::{LocalQueue, QueuedCall};
-use super::pace_state::{Load, PaceState};
+use super::pace_state::{Load, PaceState, SavedPace};
 use super::sharing::Sharing;
 use super::sync_state::{CasRequest, StoreChange};
 use crate::error::StoreError;
@@ -204,14 +203,12 @@ impl PacedQueue {
         if self.sharing.is_some() {
             return None;
         }
-        let state = self.local.pace_state.remember(now)?;
-        Some(SavedPace { state, at: now })
+        self.local.pace_state.remember(now)
     }
 
     /// Forgets what the pace has learned since then, and a hold.
     pub(super) fn restore_pace(&mut self, before: &SavedPace, now: Instant) {
-        let SavedPace { state, at } = before;
-        self.local.pace_state.forget_since(state, *at);
+        self.local.pace_state.forget_since(before);
         self.touch(now);
     }
 
@@ -402,17 +399,16 @@ impl PacedQueue {
         self.sharing.as_mut()?.next_cas(&mut self.local, now)
     }
 
-    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether
+    /// Ends the compare-and-set under way, if there is one, with the store's response. Returns whether
     /// the store became unreachable or reachable.
     pub(super) fn cas_answered(
         &mut self,
         answer: Result<Register, StoreError>,
-        sent: Instant,
         now: Instant,
     ) -> Option<StoreChange> {
         self.sharing
             .as_mut()?
-            .cas_answered(&mut self.local, answer, sent, now)
+            .cas_answered(&mut self.local, answer, now)
     }
 
     /// Takes the register that another process has written, unless it is out of date or the store

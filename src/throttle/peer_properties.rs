@@ -71,7 +71,6 @@ struct Process {
 }
 
 struct Call {
-    asked: Instant,
     /// When the call reaches the store, and when the answer arrives.
     done_at: Instant,
     answer_at: Instant,
@@ -173,7 +172,6 @@ impl World {
                 now + there + back
             };
             let call = Call {
-                asked: now,
                 done_at,
                 answer_at,
                 exchange,
@@ -286,7 +284,7 @@ impl World {
                         .answer
                         .filter(|_| !call.is_lost)
                         .ok_or(StoreError::Lost);
-                    process.queue.cas_answered(answer, call.asked, now);
+                    process.queue.cas_answered(answer, now);
                 }
                 while process.flying.first().is_some_and(|(at, _)| *at <= now) {
                     let (_, flight) = process.flying.remove(0);
@@ -412,7 +410,7 @@ fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant)
             value,
             ..Register::default()
         };
-        queue.cas_answered(Ok(answer), now, now);
+        queue.cas_answered(Ok(answer), now);
         left.extend(std::iter::from_fn(|| queue.depart(now)));
     }
     panic!("it turns in circles");
@@ -580,7 +578,7 @@ fn released_hold_does_not_come_back() {
     // The other process cannot reach the store while the first one releases the key.
     other.hold_until(at(3100), at(2));
     assert!(other.next_cas(at(2)).is_some());
-    other.cas_answered(Err(StoreError::Lost), at(2), at(2));
+    other.cas_answered(Err(StoreError::Lost), at(2));
     one.release(at(2));
     exchange(&mut one, &mut register, at(2));
     assert!(!is_held(&one, at(2)) && is_held(&other, at(2)));

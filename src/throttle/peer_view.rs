@@ -200,7 +200,7 @@ impl PeerView {
         });
         if !is_sound {
             peers = Peers::default();
-            pace_state.restore(&known, now);
+            pace_state.restore(&known);
         }
         self.me.since = peers.take(self.me.id).and_then(|mine| mine.since);
         self.written_first = self.written_first.filter(|_| self.me.since.is_some());

@@ -13,7 +13,8 @@
 //! departures later, many at a time. During an outage of the store, each process goes on alone,
 //! with its part of the last known speed.
 //!
-//! The states of one process, in [`SyncState`]:
+//! The states of one process, by the two fields of [`SyncState`], `pending` and `outage`: it is idle if it has neither, asks
+//! with a compare-and-set, is away in an outage, and probes with both.
 //!
 //! ```text
 //!             next_cas                        next_cas
@@ -39,7 +40,6 @@
 
 use std::time::{Duration, Instant};
 
-use super::conflicts::Conflicts;
 use super::event_log::{EventLog, FleetEvent, LogMark};
 use super::local_queue::LocalQueue;
 use super::pace_state::Load;
@@ -70,7 +70,6 @@ pub(super) struct Sharing {
     pub(super) log: EventLog,
     /// How many requests may leave because the register has their departure.
     granted: usize,
-    conflicts: Conflicts,
     /// A register that was received while a compare-and-set was under way.
     received: Option<Register>,
 }
@@ -83,14 +82,13 @@ impl Sharing {
             sync: SyncState::default(),
             log: EventLog::default(),
             granted: 0,
-            conflicts: Conflicts::default(),
             received: None,
         }
     }
 
     /// Returns whether the queue works alone, because the store is unreachable.
     pub(super) fn is_alone(&self) -> bool {
-        self.sync.is_away()
+        self.sync.outage.is_some()
     }
 
     /// Returns how many processes have requests, this one included.
@@ -127,11 +125,8 @@ impl Sharing {
 
     /// Returns whether the first waiter waits for an answer of the store.
     pub(super) fn awaits_register(&self, local: &LocalQueue) -> bool {
-        match self.sync {
-            SyncState::Idle { .. } => self.view.written_first != local.first_since(),
-            SyncState::Asking(_) => true,
-            SyncState::Away { .. } | SyncState::Probing { .. } => false,
-        }
+        let is_asking = self.sync.pending.is_some();
+        !self.is_alone() && (is_asking || self.view.written_first != local.first_since())
     }
 
     /// Uses a grant: a departure that the register has. Returns false if there is none.
@@ -178,25 +173,26 @@ impl Sharing {
 impl Sharing {
     /// Returns when the compare-and-set under way was sent.
     pub(super) fn cas_sent_at(&self) -> Option<Instant> {
-        self.sync.pending().map(|cas| cas.sent)
+        self.sync.pending.as_ref().map(|cas| cas.sent)
     }
 
     /// Returns when the next compare-and-set is due if nothing else happens.
     pub(super) fn next_cas_at(&self, local: &LocalQueue) -> Option<Instant> {
-        let (write_rests_until, turn_rests_until) = match self.sync {
-            SyncState::Asking(_) | SyncState::Probing { .. } => return None,
-            // Turns do not rest: only one process at a time takes its turn.
-            SyncState::Idle { rests_until } => (rests_until, None),
-            SyncState::Away { rests_until, .. } => (Some(rests_until), Some(rests_until)),
-        };
+        if self.sync.pending.is_some() {
+            return None;
+        }
         let interval = || local.pace_state.interval(self.load(local));
         let turn_at = local
             .first_since()
             .map(|first| self.view.turn_at(first, self.slot(local), interval));
-        let write_at = self
-            .write_at(local)
-            .map(|at| write_rests_until.map_or(at, |until| at.max(until)));
-        let turn_at = turn_at.map(|at| turn_rests_until.map_or(at, |until| at.max(until)));
+        let rests_until = self.sync.rests_until;
+        let after_rest = |at: Instant| rests_until.map_or(at, |until| at.max(until));
+        // Turns rest only in an outage: otherwise one process at a time takes its turn.
+        let turn_at = turn_at.map(|at| match self.is_alone() {
+            true => after_rest(at),
+            false => at,
+        });
+        let write_at = self.write_at(local).map(after_rest);
         write_at.into_iter().chain(turn_at).min()
     }
 
@@ -268,7 +264,7 @@ impl Sharing {
                 tell: Recipients::None,
             },
         };
-        self.sync.begin(cas);
+        self.sync.pending = Some(cas);
         Some(request)
     }
 
@@ -301,13 +297,12 @@ impl Sharing {
 
 /// Responses and notifications of the store.
 impl Sharing {
-    /// Ends the compare-and-set that was sent at `sent` with the store's response. Returns whether
+    /// Ends the compare-and-set under way, if there is one, with the store's response. Returns whether
     /// the store became unreachable or reachable.
     pub(super) fn cas_answered(
         &mut self,
         local: &mut LocalQueue,
         answer: Result<Register, StoreError>,
-        sent: Instant,
         now: Instant,
     ) -> Option<StoreChange> {
         let (cas, outage) = self.sync.end()?;
@@ -319,7 +314,7 @@ impl Sharing {
         if let Some(outage) = outage {
             self.on_back(local, &outage, now);
         }
-        let round_trip = now.saturating_duration_since(sent);
+        let round_trip = now.saturating_duration_since(cas.sent);
         self.view.measure(round_trip);
         if register.changed {
             self.on_written(local, cas, register.version, now);
@@ -351,8 +346,8 @@ impl Sharing {
             self.sync.fail(outage, now);
             return None;
         }
-        self.sync
-            .fail(Outage::new(local.pace_state.save(now), now), now);
+        let before = local.pace_state.save(now);
+        self.sync.fail(Outage::new(before), now);
         self.log.begin_outage(error.clone());
         local
             .pace_state
@@ -365,7 +360,7 @@ impl Sharing {
     fn on_back(&mut self, local: &mut LocalQueue, outage: &Outage, now: Instant) {
         let held_until = local.pace_state.held_until.filter(|until| *until > now);
         let releases = self.releases(local);
-        local.pace_state.restore(&outage.before, outage.began);
+        local.pace_state.restore(&outage.before);
         if self.log.has_release() {
             local.pace_state.release();
         }
@@ -379,7 +374,7 @@ impl Sharing {
     fn on_written(&mut self, local: &LocalQueue, cas: PendingCas, version: u64, now: Instant) {
         self.log.written(cas.events);
         self.granted += cas.grants;
-        self.conflicts.reset();
+        self.sync.written();
         let in_flight = local.in_flight + self.granted;
         let is_complete = self.log.len() == 0 && in_flight == cas.me.in_flight as usize;
         self.log.unwritten_since = (!is_complete).then_some(now);
@@ -393,9 +388,7 @@ impl Sharing {
         let all = round_trip
             .saturating_mul(self.view.process_count())
             .max(LONGEST_GATHERING);
-        if let Some(rest) = self.conflicts.add(round_trip, all, &mut local.dice) {
-            self.sync.rest(now, rest);
-        }
+        self.sync.conflicted(round_trip, all, &mut local.dice, now);
     }
 
     /// Takes the register that another process has written, unless it is out of date or the store
@@ -407,7 +400,7 @@ impl Sharing {
         now: Instant,
     ) {
         let is_later = |than: Option<u64>| than.is_none_or(|than| register.version > than);
-        if self.sync.pending().is_some() {
+        if self.sync.pending.is_some() {
             if is_later(self.received.as_ref().map(|received| received.version)) {
                 self.received = Some(register);
             }

@@ -109,22 +109,19 @@ impl SyncSupervisor {
         wakers.add(self.written_wakers.drain(..));
     }
 
-    /// Gives up the task if it is late. Its compare-and-set counts as lost. Returns whether the
-    /// task was late.
+    /// Gives up the task if it is late: its runtime makes no progress, or the store does not answer.
+    /// Returns whether the task was late.
     pub(super) fn give_up_late_task(
         &mut self,
         queue: &mut PacedQueue,
         now: Instant,
         wakers: &mut Wakers,
     ) -> bool {
-        if !self.is_late(queue, now) {
-            return false;
+        let is_late = self.is_late(queue, now);
+        if is_late {
+            self.end_task(queue, now, wakers);
         }
-        // The runtime of the task makes no progress, or the store does not answer.
-        queue.cas_answered(Err(StoreError::Lost), now, now);
-        self.task = None;
-        self.wake_written(wakers);
-        true
+        is_late
     }
 
     /// Lets a sync task run when the next compare-and-set is due. Wakes the task that serves the
@@ -187,24 +184,25 @@ impl SyncSupervisor {
         next
     }
 
-    /// Notes that sync task `number` was dropped with its runtime, and a compare-and-set sent at
-    /// `sent` with it. Returns whether the task served the key.
+    /// Notes that sync task `number` was dropped with its runtime. Returns whether the task served the key.
     pub(super) fn task_lost(
         &mut self,
         number: u64,
         queue: &mut PacedQueue,
-        sent: Option<Instant>,
         now: Instant,
         wakers: &mut Wakers,
     ) -> bool {
-        if !self.is_served_by(number) {
-            return false;
+        let is_served = self.is_served_by(number);
+        if is_served {
+            self.end_task(queue, now, wakers);
         }
+        is_served
+    }
+
+    /// Ends the task that serves the key. Its compare-and-set counts as lost.
+    fn end_task(&mut self, queue: &mut PacedQueue, now: Instant, wakers: &mut Wakers) {
+        queue.cas_answered(Err(StoreError::Lost), now);
         self.task = None;
         self.wake_written(wakers);
-        if let Some(sent) = sent {
-            queue.cas_answered(Err(StoreError::Lost), sent, now);
-        }
-        true
     }
 }

@@ -1,38 +1,38 @@
-//! The state of the connection to a register: the compare-and-set under way, and outages of the
-//! store.
+//! The state of the connection to a register: the compare-and-set under way, outages of the store, and
+//! *conflicts*, in which another process has written the register first.
 //!
 //! The module [`sharing`](super::sharing) draws the states.
 
 use std::time::{Duration, Instant};
 
+use super::pace_state::SavedPace;
 use super::peers::{Peer, Peers};
 use crate::clock;
 use crate::error::StoreError;
-use crate::rng::Backoff;
+use crate::rng::{Backoff, Dice};
 use crate::store::Recipients;
 
 /// The pause after the first failed attempt to reach the store, and the longest.
 const SHORTEST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_millis(3200);
 
+/// After how many conflicts in a row a process rests. Each further rest is up to four times as
+/// long, but after `MOST_RESTS` rests they no longer grow. So a thousand processes that begin
+/// together soon have no more conflicts.
+const CONFLICTS_PER_REST: u32 = 4;
+const MOST_RESTS: u32 = 4;
+
 /// What this process does with the register. The module [`sharing`](super::sharing) explains it.
-#[derive(Debug)]
-pub(super) enum SyncState {
-    /// The store is reachable, and nothing is under way.
-    Idle {
-        /// This process writes nothing before this moment, because other processes were faster too
-        /// often.
-        rests_until: Option<Instant>,
-    },
-    /// A compare-and-set is under way.
-    Asking(PendingCas),
-    /// The store did not answer, and is asked again after a pause.
-    Away {
-        outage: Outage,
-        rests_until: Instant,
-    },
-    /// The store did not answer, and is being asked again.
-    Probing { outage: Outage, cas: PendingCas },
+#[derive(Debug, Default)]
+pub(super) struct SyncState {
+    /// The compare-and-set under way.
+    pub(super) pending: Option<PendingCas>,
+    /// Present while the store does not answer.
+    pub(super) outage: Option<Outage>,
+    /// Until when the process writes nothing: other processes were faster too often, or the store does not answer.
+    pub(super) rests_until: Option<Instant>,
+    /// How many attempts in a row to write have failed, because another process was faster.
+    conflicts: u32,
 }
 
 /// A time in which the store does not answer.
@@ -40,8 +40,7 @@ pub(super) enum SyncState {
 pub(super) struct Outage {
     backoff: Backoff,
     /// The pace state that the processes shared before the outage.
-    pub(super) before: Vec<u8>,
-    pub(super) began: Instant,
+    pub(super) before: SavedPace,
 }
 
 /// A compare-and-set that the store has not answered.
@@ -79,74 +78,54 @@ pub(super) enum StoreChange {
     Back,
 }
 
-impl Default for SyncState {
-    fn default() -> Self {
-        SyncState::Idle { rests_until: None }
-    }
-}
-
 impl SyncState {
-    /// Returns whether the store does not answer.
-    pub(super) fn is_away(&self) -> bool {
-        matches!(self, SyncState::Away { .. } | SyncState::Probing { .. })
-    }
-
-    /// Returns the compare-and-set under way.
-    pub(super) fn pending(&self) -> Option<&PendingCas> {
-        match self {
-            SyncState::Asking(cas) | SyncState::Probing { cas, .. } => Some(cas),
-            SyncState::Idle { .. } | SyncState::Away { .. } => None,
-        }
-    }
-
-    /// Notes that a compare-and-set is sent.
-    pub(super) fn begin(&mut self, cas: PendingCas) {
-        *self = match std::mem::take(self) {
-            SyncState::Idle { .. } | SyncState::Asking(_) => SyncState::Asking(cas),
-            SyncState::Away { outage, .. } | SyncState::Probing { outage, .. } => {
-                SyncState::Probing { outage, cas }
-            }
-        };
-    }
-
     /// Ends the compare-and-set under way, if there is one, and returns it with the outage that it
-    /// probes. The state is idle until the caller notes a failure.
+    /// probes. The store counts as reachable until the caller notes a failure.
     pub(super) fn end(&mut self) -> Option<(PendingCas, Option<Outage>)> {
-        match std::mem::take(self) {
-            SyncState::Asking(cas) => Some((cas, None)),
-            SyncState::Probing { outage, cas } => Some((cas, Some(outage))),
-            state @ (SyncState::Idle { .. } | SyncState::Away { .. }) => {
-                *self = state;
-                None
-            }
-        }
+        let cas = self.pending.take()?;
+        self.rests_until = None;
+        Some((cas, self.outage.take()))
     }
 
     /// Notes another failure of `outage`, and when to ask the store again.
     pub(super) fn fail(&mut self, mut outage: Outage, now: Instant) {
-        let rests_until = clock::after(now, outage.backoff.pause());
-        *self = SyncState::Away {
-            outage,
-            rests_until,
-        };
+        self.rests_until = Some(clock::after(now, outage.backoff.pause()));
+        self.outage = Some(outage);
     }
 
-    /// Notes that this process writes nothing for `span`.
-    pub(super) fn rest(&mut self, now: Instant, span: Duration) {
-        *self = SyncState::Idle {
-            rests_until: Some(clock::after(now, span)),
-        };
+    /// Ends the conflicts in a row, because the register was written.
+    pub(super) fn written(&mut self) {
+        self.conflicts = 0;
+    }
+
+    /// Counts a conflict: another process has written the register first. After every fourth one, the process rests, for
+    /// `longest` at most.
+    ///
+    /// If it does not rest, the next attempt follows at once: it has the best chance, because this
+    /// process has just read the latest version.
+    pub(super) fn conflicted(
+        &mut self,
+        round_trip: Duration,
+        longest: Duration,
+        dice: &mut Dice,
+        now: Instant,
+    ) {
+        self.conflicts += 1;
+        if self.conflicts.is_multiple_of(CONFLICTS_PER_REST) {
+            let times = 4_u32.pow((self.conflicts / CONFLICTS_PER_REST).min(MOST_RESTS));
+            let most = round_trip.saturating_mul(times).min(longest);
+            self.rests_until = Some(clock::after(now, most.mul_f64(dice.roll())));
+        }
     }
 }
 
 impl Outage {
     /// Begins an outage in which no request has failed yet. `before` is the pace state that the
     /// processes share.
-    pub(super) fn new(before: Vec<u8>, now: Instant) -> Self {
+    pub(super) fn new(before: SavedPace) -> Self {
         Outage {
             backoff: Backoff::between(SHORTEST_PAUSE, LONGEST_PAUSE),
             before,
-            began: now,
         }
     }
 }

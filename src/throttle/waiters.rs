@@ -498,12 +498,11 @@ impl Waiters {
         self.sync.call_task(&self.queue, now, wakers)
     }
 
-    /// Takes the store's answer to the compare-and-set that sync task `number` sent at `sent`.
+    /// Takes the store's answer to the compare-and-set of sync task `number`.
     pub(super) fn cas_answered(
         &mut self,
         number: u64,
         answer: Result<Register, StoreError>,
-        sent: Instant,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Option<StoreChange> {
@@ -511,25 +510,16 @@ impl Waiters {
             return None;
         }
         let held_before = self.queue.held_until();
-        let change = self.queue.cas_answered(answer, sent, now);
+        let change = self.queue.cas_answered(answer, now);
         self.sync.wake_written(wakers);
         self.peers_changed(held_before, now, wakers);
         change
     }
 
     /// Notes that sync task `number` was dropped with its runtime. Wakes the waiters, whose tasks
-    /// start another sync task. `sent` is when it sent a compare-and-set that is not answered.
-    pub(super) fn sync_task_lost(
-        &mut self,
-        number: u64,
-        sent: Option<Instant>,
-        now: Instant,
-        wakers: &mut Wakers,
-    ) {
-        if self
-            .sync
-            .task_lost(number, &mut self.queue, sent, now, wakers)
-        {
+    /// start another sync task.
+    pub(super) fn sync_task_lost(&mut self, number: u64, now: Instant, wakers: &mut Wakers) {
+        if self.sync.task_lost(number, &mut self.queue, now, wakers) {
             self.waits.wake_where(|_| true, wakers);
         }
     }

@@ -485,6 +485,41 @@ async fn silent_store_counts_as_unreachable() {
     );
 }
 
+/// A store whose first exchange panics.
+#[derive(Default)]
+struct PanicsOnce {
+    store: MemoryStore,
+    has_panicked: AtomicBool,
+}
+
+impl Store for PanicsOnce {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.store)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.store.lease(request)
+    }
+
+    fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
+        assert!(self.has_panicked.swap(true, Ordering::Relaxed), "once");
+        self.store.compare_and_set(change)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_panics_once_is_asked_again() {
+    let store = Arc::new(PanicsOnce::default());
+    let layer = AdaptiveThrottleLayer::builder().store(store.clone());
+    let throttle = layer.build().unwrap().throttle();
+    throttle.acquire(Key::ALL).await.unwrap().give_back();
+    assert!(store.has_panicked.load(Ordering::Relaxed));
+    throttle.hold_for(Key::ALL, ms(1000)).await.unwrap_err();
+    pass(ms(10_000)).await;
+    throttle.acquire(Key::ALL).await.unwrap().give_back();
+    throttle.hold_for(Key::ALL, ms(1000)).await.unwrap();
+}
+
 #[test]
 fn stalled_runtime_delays_no_request_in_another_runtime() {
     let runtime = || {
