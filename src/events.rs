@@ -64,6 +64,14 @@ impl WaitSpan {
         }
     }
 
+    /// Makes that of a request whose wait another span shows.
+    pub(crate) fn none() -> Self {
+        WaitSpan {
+            #[cfg(feature = "tracing")]
+            span: tracing::Span::none(),
+        }
+    }
+
     /// A hold has begun.
     pub(crate) fn held(&self, reason: &str, hold: Duration) {
         #[cfg(feature = "tracing")]

@@ -85,7 +85,7 @@ pub fn answered_or_back(
 ) -> Option<impl Future<Output = Result<ThrottlePermit, Limited>> + Send> {
     let back = permit.answered_or_back(signal, None, arrived);
     let back = back.transpose()?;
-    Some(async { back?.await })
+    Some(async { back?.permit().await })
 }
 
 /// Reads the signal of a response that arrived at `arrived`.

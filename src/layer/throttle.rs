@@ -4,7 +4,7 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Context, Poll, ready};
+use std::task::{Context, Poll};
 
 use tower_layer::Layer;
 
@@ -24,7 +24,7 @@ use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
 use crate::store::Refusal;
 use crate::suspicion::is_any_suspected;
-use crate::throttle::{PaceEntry, PaceWait, Throttle, ThrottlePermit};
+use crate::throttle::{PaceEntry, PaceWait, Throttle, ThrottlePermit, Turn};
 
 /// Finds the speed that a server allows if its limit is unknown or changes. Clones share what they
 /// learn.
@@ -124,17 +124,6 @@ impl AdaptiveThrottleLayer {
     }
 }
 
-/// The turn of a request that is not sent yet.
-pub(super) struct Turn(Option<ThrottlePermit>);
-
-impl Drop for Turn {
-    fn drop(&mut self) {
-        if let Some(permit) = self.0.take() {
-            permit.give_back();
-        }
-    }
-}
-
 /// Puts into the extensions of a response how its request waited, if it did.
 fn show_wait_of(permit: &ThrottlePermit, response: &mut impl ResponseInfo) {
     let waited = permit.waited();
@@ -200,22 +189,13 @@ impl Gate for AdaptiveThrottleLayer {
     }
 
     fn poll_permit(wait: &mut Self::Wait, cx: &mut Context<'_>) -> Poll<Result<Turn, Limited>> {
-        let permit = ready!(Pin::new(wait).poll(cx));
-        Poll::Ready(permit.map(|permit| Turn(Some(permit))))
+        Pin::new(wait).poll(cx)
     }
 
     /// Sends the request. The permits of a throttle do not expire, but a hold may have begun while the inner service
     /// got ready.
-    fn send(mut turn: Turn, wait: &mut Self::Wait) -> Result<Option<Self::Call>, Limited> {
-        let permit = turn.0.take().expect("only the drop takes the permit");
-        match permit.leave() {
-            Admission::Go(permit) => Ok(Some(permit)),
-            Admission::Wait(again) => {
-                *wait = again;
-                Ok(None)
-            }
-            Admission::No(limited) => Err(limited),
-        }
+    fn send(turn: Turn, wait: &mut Self::Wait) -> Result<Option<Self::Call>, Limited> {
+        wait.leave(turn)
     }
 
     #[cfg(feature = "grpc")]

@@ -40,7 +40,6 @@ pub(crate) struct Wait {
     label: Label,
     /// What it waits for: what it found when it came, or a hold since.
     because: Because,
-    span: WaitSpan,
 }
 
 /// Returns the name of the key of a part. `first` is that of the first part.
@@ -80,14 +79,16 @@ impl Wait {
         label: Label,
     ) -> Box<Self> {
         let Part { core, key, .. } = &request.parts()[0];
-        let open = OpenRequest::begin(core.clone(), *key, since, &label, request.queued());
         let others = request.parts()[1..].iter();
         let others = others.filter(|part| !part.core.settings.is_further_unit);
-        let beside =
-            others.map(|part| OpenRequest::new(part.core.clone(), part.key, since).sent_again());
+        let beside = others.map(|part| {
+            OpenRequest::counted_elsewhere(part.core.clone(), part.key, since, WaitSpan::none())
+        });
         let beside = beside.collect();
         let (because, hold) = request.because(since);
         let span = WaitSpan::begin(&label, because.name(), because.limit(), hold);
+        let queued = request.queued();
+        let open = OpenRequest::begin(core.clone(), *key, since, &label, queued, span);
         Box::new(Wait {
             request,
             deadline,
@@ -96,7 +97,6 @@ impl Wait {
             since,
             label,
             because,
-            span,
         })
     }
 
@@ -119,7 +119,6 @@ impl Wait {
         if !is_stopped && !taken.has_lost_slot(now) {
             self.open.left(taken.outcome());
             self.beside.clear();
-            self.span.end();
             return Ok(Some(taken));
         }
         self.request.wait_again(taken);
@@ -146,7 +145,7 @@ impl Wait {
             && let Some(hold) = self.request.held(clock::now())
         {
             self.because = Because::Held;
-            self.span.held(self.because.name(), hold);
+            self.open.held(self.because.name(), hold);
         }
     }
 
@@ -161,10 +160,8 @@ impl Wait {
     fn end(&mut self, stopped: Stopped, now: Instant) -> Limited {
         let waited = (self.since, self.request.turns);
         let limited = error_of(self.request.parts(), stopped, &self.label, waited, now);
-        let limited = self.open.refuse(limited);
         self.beside.clear();
-        self.span.refused(&limited);
-        limited
+        self.open.refuse(limited)
     }
 
     /// Ends the wait of a request that may leave.

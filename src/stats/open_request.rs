@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::drain::DrainedAs;
 use super::registry::Gate;
 use super::values::Outcome;
 use crate::clock::{self, Timer};
 use crate::error::{Limited, Reason};
-use crate::events;
+use crate::events::{self, WaitSpan};
 use crate::key::{Key, Label};
 
 /// A request that waits at a gate. It counts once: when it leaves, when it is refused, or as cancelled
@@ -24,11 +24,12 @@ pub(crate) struct OpenRequest<G: Gate> {
     counts: bool,
     /// Fires at the deadline of the drain, if the gate is drained.
     drain: Timer,
+    /// The wait as traces see it.
+    span: WaitSpan,
 }
 
 impl<G: Gate> OpenRequest<G> {
-    /// Makes the request of `key` that waits since `since`.
-    pub(crate) fn new(gate: Arc<G>, key: Key, since: Instant) -> Self {
+    fn new(gate: Arc<G>, key: Key, since: Instant, span: WaitSpan) -> Self {
         let number = Some(gate.tally().open(key, since));
         OpenRequest {
             gate,
@@ -37,6 +38,7 @@ impl<G: Gate> OpenRequest<G> {
             number,
             counts: true,
             drain: Timer::at(since),
+            span,
         }
     }
 
@@ -48,16 +50,24 @@ impl<G: Gate> OpenRequest<G> {
         since: Instant,
         label: &Label,
         queued: usize,
+        span: WaitSpan,
     ) -> Self {
         events::waiting(label, queued);
         gate.visit_counts(key, &mut |counts| counts.note_label(label));
-        OpenRequest::new(gate, key, since)
+        OpenRequest::new(gate, key, since, span)
     }
 
-    /// Makes it a request that counts elsewhere: it is sent again and has counted before, or has another key.
-    pub(crate) fn sent_again(mut self) -> Self {
-        self.counts = false;
-        self
+    /// Makes the request of `key` that waits since `since`, and counts elsewhere: it is sent again and has counted before, or
+    /// has another key.
+    pub(crate) fn counted_elsewhere(
+        gate: Arc<G>,
+        key: Key,
+        since: Instant,
+        span: WaitSpan,
+    ) -> Self {
+        let mut open = OpenRequest::new(gate, key, since, span);
+        open.counts = false;
+        open
     }
 
     /// Polls the drain of the gate. Ready if the request may leave no more. Otherwise its task is woken
@@ -103,13 +113,8 @@ impl<G: Gate> OpenRequest<G> {
         }
     }
 
-    /// Ends the wait of a request that counts elsewhere.
-    pub(crate) fn close(&mut self) -> bool {
-        self.close_as(None)
-    }
-
-    /// Ends the wait. `drained` is how a drain counts it.
-    fn close_as(&mut self, drained: Option<DrainedAs>) -> bool {
+    /// Ends the wait. `drained` is how a drain counts it. Returns whether the request has waited until now.
+    fn close(&mut self, drained: Option<DrainedAs>) -> bool {
         let number = self.number.take();
         if let Some(number) = number {
             let drained = drained.filter(|_| self.counts);
@@ -118,9 +123,15 @@ impl<G: Gate> OpenRequest<G> {
         number.is_some()
     }
 
+    /// Notes a hold that has begun while the request waits.
+    pub(crate) fn held(&self, reason: &str, hold: Duration) {
+        self.span.held(reason, hold);
+    }
+
     /// Counts a request that leaves now as `outcome`.
     pub(crate) fn left(&mut self, outcome: Outcome) {
-        if !self.close_as(Some(DrainedAs::Left)) || !self.counts {
+        self.span.end();
+        if !self.close(Some(DrainedAs::Left)) || !self.counts {
             return;
         }
         if outcome == Outcome::Waited {
@@ -133,16 +144,17 @@ impl<G: Gate> OpenRequest<G> {
     /// Counts a request that is refused. Returns its error.
     pub(crate) fn refuse(&mut self, limited: Limited) -> Limited {
         let limited = self.as_drained(limited);
-        if self.close_as(Some(DrainedAs::Refused)) && self.counts {
+        if self.close(Some(DrainedAs::Refused)) && self.counts {
             self.gate.refused(self.key, &limited);
         }
+        self.span.refused(&limited);
         limited
     }
 }
 
 impl<G: Gate> Drop for OpenRequest<G> {
     fn drop(&mut self) {
-        if self.close() && self.counts {
+        if self.close(None) && self.counts {
             self.gate.count(self.key, Outcome::Cancelled);
         }
     }

@@ -10,10 +10,7 @@ use super::engine::ThrottleCore;
 use super::waiters::Waiters;
 use crate::clock;
 use crate::key::{Key, Label};
-use crate::signal::Signal;
-use crate::stats::{
-    Cause, Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
-};
+use crate::stats::{Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally};
 
 impl Gate for ThrottleCore {
     fn tally(&self) -> &Tally {
@@ -116,16 +113,6 @@ impl Drop for ThrottleCore {
     fn drop(&mut self) {
         crate::stats::note_dropped(|| self.with_keys());
     }
-}
-
-/// Counts and reports a hold of `key` that follows from a response.
-pub(super) fn held_by(core: &ThrottleCore, key: Key, signal: &Signal, left: Duration) {
-    let cause = match signal.refusal() {
-        Some(_) => Cause::Upstream,
-        None => Cause::UsedUp,
-    };
-    core.find(key, |waiters| waiters.note_cause(cause, clock::now()));
-    core.report_hold(key, left, cause);
 }
 
 fn held(waiters: &Waiters, now: Instant) -> Option<Duration> {

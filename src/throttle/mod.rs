@@ -86,7 +86,7 @@ pub(crate) use engine::ThrottleSettings;
 #[cfg(feature = "__lab")]
 pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
-pub(crate) use permit::{PaceEntry, PaceWait};
+pub(crate) use permit::{PaceEntry, PaceWait, Turn};
 
 /// The throttle behind an [`AdaptiveThrottleLayer`](crate::AdaptiveThrottleLayer), for requests
 /// that are not HTTP. Clones share what they learn.
@@ -148,14 +148,7 @@ impl Throttle {
     pub async fn acquire(&self, key: Key) -> Result<ThrottlePermit, Limited> {
         match self.begin(PaceEntry::new(key), || self.label(key, None)) {
             Admission::Go(permit) => Ok(permit),
-            Admission::Wait(mut wait) => loop {
-                // The key may have been put on hold since its turn.
-                match wait.await?.leave() {
-                    Admission::Go(permit) => return Ok(permit),
-                    Admission::Wait(again) => wait = again,
-                    Admission::No(limited) => return Err(limited),
-                }
-            },
+            Admission::Wait(wait) => wait.permit().await,
             Admission::No(limited) => Err(limited),
         }
     }

@@ -9,11 +9,9 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
-use super::counting;
 use super::engine::ThrottleCore;
 use super::paced_queue::Flight;
 use super::waiters::{Ended, TurnAnswer, TurnTooLate, Waiters};
-use crate::admission::Admission;
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events::{self, WaitSpan};
@@ -22,7 +20,7 @@ use crate::key::{Key, Label};
 use crate::limiter::Because;
 use crate::refused::RefusedRequest;
 use crate::signal::Signal;
-use crate::stats::{Cause, Gate, OpenRequest, Outcome};
+use crate::stats::{Gate, OpenRequest, Outcome};
 use crate::store::Refusal;
 use crate::wait_queue::{Number, WaitBound};
 use crate::wakers::Wakers;
@@ -39,6 +37,8 @@ use crate::wakers::Wakers;
 #[must_use = "a permit that is dropped counts as used"]
 pub struct ThrottlePermit {
     request: PacedRequest,
+    /// How the request has waited, and its label, if either is known.
+    waited: Option<Box<TurnWaited>>,
     /// The request in flight; `None` once the permit has ended.
     flight: Option<Flight>,
 }
@@ -67,160 +67,120 @@ impl PaceEntry {
 }
 
 /// A request that has arrived, while it waits and while it is in flight.
+#[derive(Clone)]
 pub(super) struct PacedRequest {
     core: Arc<ThrottleCore>,
     entry: PaceEntry,
     /// How long it may wait for a turn, also for another one.
     bound: WaitBound,
-    /// How the request has waited, and its label, if either is known.
-    waited: Option<Box<TurnWaited>>,
 }
 
-/// What is known of a request that waits for its turn, or has waited.
+/// How a request has waited for its turns, and its label.
+#[derive(Clone)]
 struct TurnWaited {
     label: Label,
     /// When it began to wait.
     start: Instant,
-    /// How long it had waited when its turn came.
+    /// How long it had waited when its last turn came.
     span: Duration,
     /// How often it waited for its turn.
     turns: u32,
     /// The status with which the upstream refused the last attempt, if there was one. A wait that ends
     /// without a turn ends with it.
     refused: Option<StatusCode>,
-    /// The wait that has not ended. `None` if the request has left.
-    open: Option<OpenTurn>,
-}
-
-/// A wait that has not ended, as stats and traces see it.
-struct OpenTurn {
-    /// Counts the request when it leaves.
-    request: OpenRequest<ThrottleCore>,
-    span: WaitSpan,
-}
-
-impl OpenTurn {
-    fn new(request: OpenRequest<ThrottleCore>, label: &Label) -> Self {
-        let span = WaitSpan::begin(label, Because::Pace.name(), None, None);
-        OpenTurn { request, span }
-    }
 }
 
 impl TurnWaited {
     /// Makes the value for a request that left `at` this moment without a wait.
-    fn at_once(label: Label, at: Instant) -> Box<Self> {
-        Box::new(TurnWaited {
+    fn at_once(label: Label, at: Instant) -> Self {
+        TurnWaited {
             label,
             start: at,
             span: Duration::ZERO,
             turns: 0,
             refused: None,
-            open: None,
-        })
+        }
+    }
+
+    /// Returns the request for its error, if it has waited for `span`.
+    fn as_refused(&self, span: Duration) -> RefusedRequest {
+        RefusedRequest::of_pace(self.label.clone(), span, self.turns)
     }
 }
 
 impl PacedRequest {
     pub(super) fn new(core: Arc<ThrottleCore>, entry: PaceEntry, bound: WaitBound) -> Self {
-        PacedRequest {
-            core,
-            entry,
-            bound,
-            waited: None,
-        }
+        PacedRequest { core, entry, bound }
     }
 
-    /// Takes the request out of a wait or a permit that has ended.
-    fn take(&mut self) -> Self {
-        PacedRequest {
-            waited: self.waited.take(),
-            ..PacedRequest::new(self.core.clone(), self.entry, self.bound)
-        }
-    }
-
-    /// Makes the permit of the request, whose turn has come.
+    /// Makes the permit of the request, which leaves without a wait.
     pub(super) fn leaves(self, flight: Flight) -> ThrottlePermit {
         ThrottlePermit {
             request: self,
+            waited: None,
             flight: Some(flight),
         }
     }
 
     /// Makes the wait of the request, which arrives `now`, behind `queued` requests with itself.
     pub(super) fn waits(
-        mut self,
+        self,
         number: Number,
         label: Label,
         queued: usize,
         now: Instant,
     ) -> Box<PaceWait> {
-        let open = OpenRequest::begin(self.core.clone(), self.entry.key, now, &label, queued);
-        let mut waited = TurnWaited::at_once(label, now);
-        waited.turns = 1;
-        waited.open = Some(OpenTurn::new(open, &waited.label));
-        self.waited = Some(waited);
+        let span = WaitSpan::begin(&label, Because::Pace.name(), None, None);
+        let (core, key) = (self.core.clone(), self.entry.key);
         Box::new(PaceWait {
             request: self,
+            open: OpenRequest::begin(core, key, now, &label, queued, span),
+            waited: TurnWaited {
+                turns: 1,
+                ..TurnWaited::at_once(label, now)
+            },
             number: Some(number),
         })
     }
 
-    /// Makes the wait of the request, which is back in its old place.
-    fn waits_again(mut self, number: Number) -> Box<PaceWait> {
-        if let Some(waited) = &mut self.waited {
-            waited.turns += 1;
-            waited.open.get_or_insert_with(|| {
-                let open = OpenRequest::new(self.core.clone(), self.entry.key, waited.start);
-                OpenTurn::new(open.sent_again(), &waited.label)
-            });
-        }
+    /// Makes the wait of the request to be sent again, which has `waited` before.
+    fn waits_again(&self, number: Number, waited: TurnWaited) -> Box<PaceWait> {
+        let span = WaitSpan::begin(&waited.label, Because::Pace.name(), None, None);
+        let (core, key) = (self.core.clone(), self.entry.key);
         Box::new(PaceWait {
-            request: self,
+            request: self.clone(),
+            open: OpenRequest::counted_elsewhere(core, key, waited.start, span),
+            waited: TurnWaited {
+                turns: waited.turns + 1,
+                ..waited
+            },
             number: Some(number),
         })
     }
 
-    fn label(&self) -> Label {
-        match &self.waited {
-            Some(waited) => waited.label.clone(),
-            None => self.core.label(self.entry.key, None),
-        }
+    /// Ends the request in flight. A drain may wait for that.
+    fn ends<R>(&self, end: impl FnOnce(&mut Waiters, &mut Wakers) -> R) -> Option<R> {
+        let ended = self.core.at(self.entry.key, end);
+        self.core.tally().call_ended();
+        ended
     }
 
-    /// Returns what is known of the wait. Of a request that did not wait, `at` is when it left.
-    fn waited_or_left(&mut self, at: Instant) -> &mut TurnWaited {
-        let PacedRequest { core, entry, .. } = self;
-        self.waited
-            .get_or_insert_with(|| TurnWaited::at_once(core.label(entry.key, None), at))
+    /// Ends a request in flight that was certainly not sent, as `end` says.
+    fn not_sent(&self, end: impl FnOnce(&mut Waiters, &mut Wakers)) {
+        self.core.tally().give_back(1);
+        self.ends(end);
     }
 
-    /// Ends the request, which waits no longer and was not sent. Returns its error: that of the upstream, if it has refused an
-    /// attempt before.
-    fn refuse(&mut self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
-        let waited = self.waited_or_left(now);
-        let span = now.saturating_duration_since(waited.start);
-        let request = RefusedRequest::of_pace(waited.label.clone(), span, waited.turns);
-        let (refused, mut open) = (waited.refused, waited.open.take());
-        let limited = match (refused, &mut open) {
-            (Some(status), _) => {
-                let limited = request.refused_upstream(status, refusal.wait, now);
-                events::limited(self.core.tally(), &limited);
-                limited
-            }
-            (None, Some(open)) => open.request.refuse(request.refuse(reason, refusal, now)),
-            (None, None) => request.refuse(reason, refusal, now),
-        };
-        if let Some(open) = &mut open {
-            open.span.refused(&limited);
-        }
-        limited
+    /// Ends a request in flight that was certainly not sent. The next request may leave in its place.
+    fn give_back(&self, flight: Flight) {
+        self.not_sent(|waiters, wakers| waiters.unsent(flight, clock::now(), wakers));
     }
 }
 
 impl ThrottlePermit {
     /// Sets the label of the permit's key, for the error that a refusal makes.
     pub(crate) fn named(mut self, label: Label) -> Self {
-        self.request.waited = Some(TurnWaited::at_once(label, clock::now()));
+        self.waited = Some(Box::new(TurnWaited::at_once(label, clock::now())));
         self
     }
 
@@ -235,13 +195,17 @@ impl ThrottlePermit {
 
     /// Returns how long the request waited for the permit.
     pub fn waited(&self) -> Duration {
-        let waited = self.request.waited.as_ref();
-        waited.map_or(Duration::ZERO, |waited| waited.span)
+        self.waited
+            .as_ref()
+            .map_or(Duration::ZERO, |waited| waited.span)
     }
 
     /// Returns the label of the permit's key.
     pub(crate) fn label(&self) -> Label {
-        self.request.label()
+        match &self.waited {
+            Some(waited) => waited.label.clone(),
+            None => self.request.core.label(self.key(), None),
+        }
     }
 
     /// Ends the permit with what the response states. If the upstream refused the request, returns
@@ -277,14 +241,6 @@ impl ThrottlePermit {
         self.end(signal, status, Some(latest), now)
     }
 
-    /// Ends the request in flight. A drain may wait for that.
-    fn ends<R>(&self, end: impl FnOnce(&mut Waiters, &mut Wakers) -> R) -> Option<R> {
-        let core = &self.request.core;
-        let ended = core.at(self.key(), end);
-        core.tally().call_ended();
-        ended
-    }
-
     fn end(
         &mut self,
         signal: &Signal,
@@ -307,91 +263,46 @@ impl ThrottlePermit {
             return Ok(None);
         };
         let core = self.request.core.clone();
-        let back_until = back_until.filter(|_| !core.tally().is_draining());
-        let waited = self.request.waited.as_ref();
+        let waited = self.waited.as_ref();
         let answer = TurnAnswer {
             signal,
             kind: self.request.entry.kind,
             max_hold: core.settings.max_hold,
-            back_until,
+            back_until: back_until.filter(|_| !core.tally().is_draining()),
             was_refused: waited.is_some_and(|waited| waited.refused.is_some()),
         };
-        let answered = self.ends(|waiters, wakers| {
-            let held_before = waiters.queue.held_until();
-            let ended = waiters.answered(flight, &answer, now, wakers);
-            let held = waiters.queue.held_until();
-            (ended, held.filter(|_| held > held_before))
+        let ended = self
+            .request
+            .ends(|waiters, wakers| waiters.answered(flight, &answer, now, wakers));
+        let Ended { back, held } = ended.unwrap_or_default();
+        let retry_after = signal.retry_after();
+        let refused = signal.refusal().map(|status| {
+            let at_once = || TurnWaited::at_once(core.label(key, None), now);
+            let mut waited = self.waited.take().map_or_else(at_once, |waited| *waited);
+            waited.refused = Some(status);
+            // Before the events: a function of the user that takes one may panic, and then the request leaves its place.
+            let wait = back.map(|number| self.request.waits_again(number, waited.clone()));
+            (status, waited, wait)
         });
-        let (ended, held) = answered.unwrap_or_default();
-        let held = held.and_then(|until| until.checked_duration_since(now));
-        let Some(status) = signal.refusal() else {
-            if let Some(left) = held {
-                counting::held_by(&core, key, signal, left);
-            }
+        if let Some((left, cause)) = held {
+            core.report_hold(key, left, cause);
+        }
+        let Some((status, waited, wait)) = refused else {
             return Ok(None);
         };
-        let waited = self.request.waited_or_left(now);
-        waited.refused = Some(status);
-        let label = waited.label.clone();
-        // Before the events: a function of the user that takes one may panic, and then the request leaves its place.
-        let back = match ended {
-            Ended::IsBack(number) => Ok(Some(self.request.take().waits_again(number))),
-            Ended::Done | Ended::KindHeld(_) => {
-                let request = RefusedRequest::of_pace(label.clone(), waited.span, waited.turns);
-                Err(request.refused_upstream(status, signal.retry_after(), now))
-            }
-        };
-        if let Ended::KindHeld(left) = ended {
-            core.report_hold(key, left, Cause::Kind);
+        events::upstream_limited(Some(core.tally()), &waited.label, status, retry_after);
+        if wait.is_some() {
+            return Ok(wait);
         }
-        if let Some(left) = held {
-            counting::held_by(&core, key, signal, left);
-        }
-        events::upstream_limited(Some(core.tally()), &label, status, signal.retry_after());
-        back
-    }
-
-    /// Lets a request that has waited leave some time after its turn, and counts it. During a hold it gives up its turn and returns to
-    /// its old place. It is refused if its deadline or that of a drain has passed.
-    pub(crate) fn leave(mut self) -> Admission<Self, Box<PaceWait>> {
-        let now = clock::now();
-        let core = self.request.core.clone();
-        let PacedRequest { entry, waited, .. } = &self.request;
-        let open = waited.as_ref().and_then(|waited| waited.open.as_ref());
-        let reason = if entry.deadline.is_some_and(|deadline| deadline < now) {
-            Some(Reason::Deadline)
-        } else if open.is_some_and(|open| open.request.is_drained()) {
-            Some(Reason::Draining)
-        } else {
-            None
-        };
-        let held = core.find(self.key(), |waiters| waiters.held(now)).flatten();
-        let Some(flight) = self.flight.take_if(|_| held.is_some() || reason.is_some()) else {
-            let waited = self.request.waited.as_mut();
-            if let Some(mut open) = waited.and_then(|waited| waited.open.take()) {
-                open.request.left(Outcome::Waited);
-            }
-            return Admission::Go(self);
-        };
-        core.tally().give_back(1);
-        let (number, latest) = (flight.number, self.request.bound.latest);
-        self.ends(|waiters, wakers| match reason {
-            Some(_) => waiters.unsent(flight, now, wakers),
-            None => waiters.wait_again(flight, latest, now, wakers),
-        });
-        match reason {
-            Some(reason) => Admission::No(self.request.refuse(reason, Refusal::NEVER, now)),
-            None => Admission::Wait(self.request.take().waits_again(number)),
-        }
+        let request = waited.as_refused(waited.span);
+        Err(request.refused_upstream(status, retry_after, now))
     }
 
     /// Ends the permit of a request that was certainly not sent. The next request may leave in its
     /// place.
     pub fn give_back(mut self) {
         if let Some(flight) = self.flight.take() {
-            let now = clock::now();
-            self.request.core.tally().give_back(1);
-            self.ends(|waiters, wakers| waiters.unsent(flight, now, wakers));
+            self.request.give_back(flight);
         }
     }
 }
@@ -400,7 +311,8 @@ impl Drop for ThrottlePermit {
     fn drop(&mut self) {
         if let Some(flight) = self.flight.take() {
             let now = clock::now();
-            self.ends(|waiters, wakers| waiters.lost(flight, now, wakers));
+            self.request
+                .ends(|waiters, wakers| waiters.lost(flight, now, wakers));
         }
     }
 }
@@ -414,14 +326,75 @@ impl fmt::Debug for ThrottlePermit {
     }
 }
 
-/// Waits for a permit. Dropping the wait gives up the request's place in the queue.
+/// The turn of a request that waited and is not sent yet. If it is dropped, the next request has the turn.
+pub(crate) struct Turn {
+    request: PacedRequest,
+    flight: Option<Flight>,
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(flight) = self.flight.take() {
+            self.request.give_back(flight);
+        }
+    }
+}
+
+/// A request that waits for its turn. Dropping it gives up its place in the queue.
+///
+/// The request counts as refused when this returns an error. If its turn has come, the owner calls
+/// [`leave`](PaceWait::leave).
 pub(crate) struct PaceWait {
     request: PacedRequest,
-    /// The request's number in the queue; `None` once the wait has ended.
+    waited: TurnWaited,
+    /// Counts the request when it leaves.
+    open: OpenRequest<ThrottleCore>,
+    /// The request's number in the queue; `None` while it has its turn, and once the wait has ended.
     number: Option<Number>,
 }
 
 impl PaceWait {
+    /// Waits for the permit.
+    pub(crate) async fn permit(mut self: Box<Self>) -> Result<ThrottlePermit, Limited> {
+        loop {
+            let turn = (&mut self).await?;
+            // The key may have been put on hold since its turn.
+            if let Some(permit) = self.leave(turn)? {
+                return Ok(permit);
+            }
+        }
+    }
+
+    /// Lets the request leave some time after its turn, and counts it. Returns `None` if a hold has begun, or if the
+    /// throttle is drained: then the request waits again, in its old place.
+    ///
+    /// # Errors
+    ///
+    /// If the deadline of the request has passed. Then the wait has ended.
+    pub(crate) fn leave(&mut self, mut turn: Turn) -> Result<Option<ThrottlePermit>, Limited> {
+        let now = clock::now();
+        let PacedRequest { core, entry, bound } = &self.request;
+        if entry.deadline.is_some_and(|deadline| deadline < now) {
+            drop(turn);
+            return Err(self.refuse(Reason::Deadline, Refusal::NEVER, now));
+        }
+        let held = core.find(entry.key, |waiters| waiters.held(now)).flatten();
+        let stays = held.is_some() || self.open.is_drained();
+        let Some(flight) = turn.flight.take_if(|_| stays) else {
+            self.open.left(Outcome::Waited);
+            return Ok(Some(ThrottlePermit {
+                request: self.request.clone(),
+                waited: Some(Box::new(self.waited.clone())),
+                flight: turn.flight.take(),
+            }));
+        };
+        self.number = Some(flight.number);
+        self.waited.turns += 1;
+        self.request
+            .not_sent(|waiters, wakers| waiters.wait_again(flight, bound.latest, now, wakers));
+        Ok(None)
+    }
+
     /// Returns whether the key is on hold for longer than the throttle is drained.
     fn is_held_beyond_drain(&self) -> bool {
         let PacedRequest { core, entry, .. } = &self.request;
@@ -433,7 +406,7 @@ impl PaceWait {
     }
 
     /// Gives up the place in the queue.
-    fn leave(&mut self, now: Instant) {
+    fn give_place_up(&mut self, now: Instant) {
         if let Some(number) = self.number.take() {
             let PacedRequest { core, entry, .. } = &self.request;
             core.at(entry.key, |waiters, wakers| {
@@ -441,24 +414,49 @@ impl PaceWait {
             });
         }
     }
+
+    /// Refuses the request, which has no place any more, and counts it. Returns its error: that of the upstream, if it has
+    /// refused an attempt before.
+    fn refuse(&mut self, reason: Reason, refusal: Refusal, now: Instant) -> Limited {
+        let waited = &self.waited;
+        let request = waited.as_refused(now.saturating_duration_since(waited.start));
+        let Some(status) = waited.refused else {
+            return self.open.refuse(request.refuse(reason, refusal, now));
+        };
+        // It counted when it left for the first time.
+        let limited = request.refused_upstream(status, refusal.wait, now);
+        let limited = self.open.refuse(limited);
+        events::limited(self.request.core.tally(), &limited);
+        limited
+    }
+
+    /// Gives the request its turn, which comes now.
+    fn has_turn(&mut self, flight: Flight, now: Instant) -> Turn {
+        self.number = None;
+        let waited = &mut self.waited;
+        waited.span = now.saturating_duration_since(waited.start);
+        events::waited(&waited.label, waited.span, waited.turns);
+        Turn {
+            request: self.request.clone(),
+            flight: Some(flight),
+        }
+    }
 }
 
 impl Future for PaceWait {
-    type Output = Result<ThrottlePermit, Limited>;
+    type Output = Result<Turn, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let now = clock::now();
-        let ended = "a future is not polled after it was ready";
-        let number = self.number.expect(ended);
-        let waited = self.request.waited.as_mut().expect(ended);
-        let open = waited.open.as_mut();
-        let is_drained = open.is_some_and(|open| open.request.poll_drained(cx).is_ready());
-        let done = if is_drained || self.is_held_beyond_drain() {
-            self.leave(now);
-            Err(TurnTooLate {
+        let number = self
+            .number
+            .expect("a future is not polled after it was ready");
+        let late = if self.open.poll_drained(cx).is_ready() || self.is_held_beyond_drain() {
+            self.give_place_up(now);
+            TurnTooLate {
                 reason: None,
                 retry_at: None,
-            })
+            }
         } else {
             let PacedRequest { core, entry, .. } = &self.request;
             let polled = core.at(entry.key, |waiters, wakers| {
@@ -468,30 +466,19 @@ impl Future for PaceWait {
                 }
                 polled
             });
-            ready!(polled.expect("a key with a waiter stays in use"))
+            match ready!(polled.expect("a key with a waiter stays in use")) {
+                Ok(flight) => return Poll::Ready(Ok(self.has_turn(flight, now))),
+                Err(late) => late,
+            }
         };
         self.number = None;
-        let mut request = self.request.take();
-        Poll::Ready(match done {
-            Ok(flight) => {
-                let mut permit = request.leaves(flight);
-                let waited = permit.request.waited_or_left(now);
-                waited.span = now.saturating_duration_since(waited.start);
-                events::waited(&waited.label, waited.span, waited.turns);
-                Ok(permit)
-            }
-            Err(late) => {
-                let (reason, refusal) = late.refused(request.bound, now);
-                Err(request.refuse(reason, refusal, now))
-            }
-        })
+        let (reason, refusal) = late.refused(self.request.bound, now);
+        Poll::Ready(Err(self.refuse(reason, refusal, now)))
     }
 }
 
 impl Drop for PaceWait {
     fn drop(&mut self) {
-        if self.number.is_some() {
-            self.leave(clock::now());
-        }
+        self.give_place_up(clock::now());
     }
 }

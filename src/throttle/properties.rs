@@ -281,7 +281,7 @@ async fn call(
     let mut waits = waiting(number);
     let mut permit = match throttle.begin(PaceEntry::new(key), || "law".into()) {
         Admission::Go(permit) => permit,
-        Admission::Wait(wait) => wait.await.expect("it can wait for long"),
+        Admission::Wait(wait) => wait.permit().await.expect("it can wait for long"),
         Admission::No(limited) => panic!("{limited}"),
     };
     for attempt in 0.. {
@@ -297,7 +297,7 @@ async fn call(
                     number = come.fetch_add(1, Ordering::Relaxed);
                 }
                 waits = waiting(number);
-                permit = wait.await.expect("it can wait for long");
+                permit = wait.permit().await.expect("it can wait for long");
             }
             Ok(None) => return,
             Err(limited) => panic!("{limited}"),

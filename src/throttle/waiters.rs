@@ -98,13 +98,11 @@ pub(super) struct TurnAnswer<'a> {
 
 /// How a request in flight has ended.
 #[derive(Debug, Default)]
-pub(super) enum Ended {
-    #[default]
-    Done,
-    /// It was refused, and waits under this number to be sent again.
-    IsBack(Number),
-    /// It was refused, and so will be others of its kind, but no others. They are held for so long.
-    KindHeld(Duration),
+pub(super) struct Ended {
+    /// The number under which it waits to be sent again, if it was refused.
+    pub(super) back: Option<Number>,
+    /// For how long the answer holds the key, or requests of this kind, and why. `None` if no hold has begun, or become longer.
+    pub(super) held: Option<(Duration, Cause)>,
 }
 
 /// What the queue decides on a request that arrives.
@@ -264,33 +262,40 @@ impl Waiters {
         self.last_used = now;
         if let Some(left) = self.is_about_kind(flight.sent(), answer, now) {
             self.lost(flight, now, wakers);
-            return Ended::KindHeld(left);
+            let held = Some((left, Cause::Kind));
+            return Ended { back: None, held };
         }
-        let number = flight.number;
+        let mut number = flight.number;
         let held_before = self.queue.held_until();
         let refused = self.queue.answered(flight, answer.signal, now);
-        let mut ended = Ended::Done;
+        let held_until = self.queue.held_until();
+        let mut back = None;
         if let (Some(refused), Some(latest)) = (refused, answer.back_until)
             && latest > now
             && self.held_beyond(latest, now).is_none()
         {
-            ended = Ended::IsBack(match answer.was_refused {
-                true => self.queue.back_behind(refused, now),
-                false => {
-                    self.queue.back(refused, now);
-                    number
-                }
-            });
+            match answer.was_refused {
+                true => number = self.queue.back_behind(refused, now),
+                false => self.queue.back(refused, now),
+            }
+            self.wait(number, latest, now);
+            back = Some(number);
         }
-        if let (Ended::IsBack(number), Some(latest)) = (&ended, answer.back_until) {
-            self.wait(*number, latest, now);
-        }
-        if let (Some(kinds), Some(until)) = (&mut self.kinds, self.queue.held_until()) {
+        if let (Some(kinds), Some(until)) = (&mut self.kinds, held_until) {
             kinds.lasts_beyond(until);
         }
+        let longer = held_until.filter(|until| Some(*until) > held_before);
+        let held = longer.and_then(|until| {
+            let cause = match answer.signal.refusal() {
+                Some(_) => Cause::Upstream,
+                None => Cause::UsedUp,
+            };
+            self.note_cause(cause, now);
+            Some((until.checked_duration_since(now)?, cause))
+        });
         self.wake_held(held_before, wakers);
         self.grant_due(now, wakers);
-        ended
+        Ended { back, held }
     }
 
     /// Takes in the answer to a request that was sent at `sent`. Returns for how long its kind is on hold, if the answer
@@ -346,9 +351,7 @@ impl Waiters {
     ) {
         let number = flight.number;
         self.queue.wait_again(flight, now);
-        let answer_by = latest;
-        self.waits
-            .enter(number, TurnWait { latest, answer_by }, latest);
+        self.wait(number, latest, now);
         self.grant_due(now, wakers);
     }
 
