@@ -137,8 +137,8 @@ impl ThrottleCore {
             let mut waiters = self.new_waiters(now);
             let stopped = guarded.and_then(|key| key.begins(&self.settings.tally, now));
             if let Some(left) = stopped {
-                waiters.queue.hold_until(clock::after(now, left), now);
-                waiters.note_cause(Cause::Guard, now);
+                let until = clock::after(now, left);
+                waiters.hold_until(until, Cause::Guard, now, &mut Wakers::default());
             }
             waiters
         };

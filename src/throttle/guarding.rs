@@ -16,8 +16,7 @@ impl Guarded for ThrottleCore {
         let is_known = self.find(key, |_| ()).is_some();
         // If there is no room for one more key, the key is held when it gets its waiters.
         let _ = self.open(key, now, |waiters, wakers| {
-            waiters.hold_until(until, now, wakers);
-            waiters.note_cause(Cause::Guard, now);
+            waiters.hold_until(until, Cause::Guard, now, wakers);
         });
         if is_known {
             self.report_hold(key, span, Cause::Guard);
@@ -35,8 +34,7 @@ impl Guarded for ThrottleCore {
                 let before = waiters.queue.held_until();
                 let is_longer = before.is_none_or(|end| clock::after(end, SAME_CAUSE) < until);
                 if is_longer {
-                    waiters.hold_until(until, now, wakers);
-                    waiters.note_cause(Cause::Guard, now);
+                    waiters.hold_until(until, Cause::Guard, now, wakers);
                 }
                 is_longer
             });

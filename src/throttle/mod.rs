@@ -261,14 +261,11 @@ impl Throttle {
         let now = clock::now();
         let span = span.min(LONGEST_HOLD);
         let until = clock::after(now, span);
-        let tally = self.core.tally();
-        tally.held(Cause::Operator);
-        events::held(tally, &self.label(key, None), span, Cause::Operator);
-        self.change(key, now, |waiters, wakers| {
-            waiters.hold_until(until, now, wakers);
-            waiters.note_cause(Cause::Operator, now);
-        })
-        .await
+        let change = self.change(key, now, |waiters, wakers| {
+            waiters.hold_until(until, Cause::Operator, now, wakers)
+        })?;
+        self.core.report_hold(key, span, Cause::Operator);
+        self.written(key, change).await
     }
 
     /// Ends the hold of `key` in all processes that share the pace, whether the upstream or an
@@ -294,15 +291,16 @@ impl Throttle {
         // The call ends the stop in this process, whether its future is polled or not.
         let guard = self.core.settings.guard.as_ref();
         let stop = guard.map(|guard| guard.clone().release(key));
-        let mut released = Ok(());
-        if !self.core.is_shared() {
-            self.core
-                .at(key, |waiters, wakers| waiters.release(now, wakers));
+        let release = |waiters: &mut Waiters, wakers: &mut Wakers| waiters.release(now, wakers);
+        let released = if self.core.is_shared() {
+            match self.change(key, now, release) {
+                Ok(change) => self.written(key, change).await,
+                Err(full) => Err(full),
+            }
         } else {
-            released = self
-                .change(key, now, |waiters, wakers| waiters.release(now, wakers))
-                .await;
-        }
+            self.core.at(key, release);
+            Ok(())
+        };
         match stop {
             Some(stop) => released.and(stop.await),
             None => released,
@@ -333,29 +331,25 @@ impl Throttle {
         drain_gate(self.core.clone(), within).await
     }
 
-    /// Changes the waiters of `key`. If the pace is shared, waits until the register has the
-    /// change.
-    async fn change(
+    /// Changes the waiters of `key`. Returns a mark behind the change, if processes share the pace.
+    fn change(
         &self,
         key: Key,
         now: Instant,
         change: impl FnOnce(&mut Waiters, &mut Wakers),
-    ) -> Result<(), StoreError> {
-        let opened = self.core.open(key, now, |waiters, wakers| {
+    ) -> Result<Option<LogMark>, StoreError> {
+        let changed = self.core.open(key, now, |waiters, wakers| {
             change(waiters, wakers);
             waiters.queue.mark()
         });
-        match opened {
-            Ok(None) => Ok(()),
-            Ok(Some(mark)) => self.written(key, mark).await,
-            Err(Full) => Err(StoreError::Full {
-                max_keys: self.core.settings.max_keys,
-            }),
-        }
+        changed.map_err(|Full| StoreError::Full {
+            max_keys: self.core.settings.max_keys,
+        })
     }
 
     /// Waits until the register of `key` has everything that happened before `mark`, so that all processes can know of it.
-    async fn written(&self, key: Key, mark: LogMark) -> Result<(), StoreError> {
+    async fn written(&self, key: Key, mark: Option<LogMark>) -> Result<(), StoreError> {
+        let Some(mark) = mark else { return Ok(()) };
         let mut timer = Timer::at(clock::now());
         poll_fn(|cx| {
             let now = clock::now();

@@ -53,7 +53,7 @@ struct PaceHoldOrigin {
     cause: Cause,
     since: Instant,
     /// The end of the hold that this is about.
-    until: Option<Instant>,
+    until: Instant,
 }
 
 /// What is known of a request that waits for its turn.
@@ -290,7 +290,7 @@ impl Waiters {
                 Some(_) => Cause::Upstream,
                 None => Cause::UsedUp,
             };
-            self.note_cause(cause, now);
+            self.note_cause(until, cause, now);
             Some((until.checked_duration_since(now)?, cause))
         });
         self.wake_held(held_before, wakers);
@@ -356,27 +356,37 @@ impl Waiters {
     }
 
     /// Holds the key until `until`.
-    pub(super) fn hold_until(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
+    pub(super) fn hold_until(
+        &mut self,
+        until: Instant,
+        cause: Cause,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
         self.last_used = now;
         self.queue.hold_until(until, now);
+        self.note_cause(until, cause, now);
         self.wake_held(None, wakers);
         self.grant_due(now, wakers);
     }
 
-    /// Notes why the key is on hold.
-    pub(super) fn note_cause(&mut self, cause: Cause, now: Instant) {
-        self.hold_origin = Some(PaceHoldOrigin {
-            cause,
-            since: now,
-            until: self.queue.held_until(),
-        });
+    /// Notes why the key is on hold until `until`, unless another hold lasts longer.
+    fn note_cause(&mut self, until: Instant, cause: Cause, now: Instant) {
+        if self.queue.held_until() == Some(until) {
+            let since = now;
+            self.hold_origin = Some(PaceHoldOrigin {
+                cause,
+                since,
+                until,
+            });
+        }
     }
 
     /// Returns the hold of the key, if it is on hold.
     pub(super) fn held(&self, now: Instant) -> Option<Held> {
         let until = self.queue.held_until().filter(|until| *until > now)?;
         let origin = self.hold_origin;
-        let origin = origin.filter(|origin| origin.until == Some(until));
+        let origin = origin.filter(|origin| origin.until == until);
         Some(Held {
             left: until - now,
             cause: origin.map(|origin| origin.cause),
@@ -404,7 +414,7 @@ impl Waiters {
         if !slept.is_zero() {
             self.queue.hold_is_shorter(slept);
             if let Some(origin) = &mut self.hold_origin {
-                origin.until = origin.until.and_then(|until| until.checked_sub(slept));
+                origin.until = origin.until.checked_sub(slept).unwrap_or(origin.until);
             }
             self.grant_due(clock::now(), wakers);
         }

@@ -168,6 +168,11 @@ async fn holds_of_a_throttle_are_told_with_their_cause() {
           in flight  0 here
         ",
     );
+    // One that ends earlier changes nothing.
+    throttle.hold_for(Key::ALL, ms(1000)).await.unwrap();
+    let text = throttle.explain(Key::ALL).to_string();
+    let cause = "15s left, since 5s: the upstream refused a request of this process";
+    assert!(text.contains(cause), "{text}");
     throttle.hold_for(Key::ALL, ms(90_000)).await.unwrap();
     is_told(&throttle, "
         search, key all: a request now would be refused, because hold_for has put its key on hold; retry in 90s

@@ -676,6 +676,7 @@ async fn manual_holds_beyond_max_keys_are_errors() {
         .await
         .unwrap_err();
     assert!(matches!(error, StoreError::Full { max_keys: 1 }), "{error}");
+    assert_eq!(throttle.stats().holds().total(), 0, "nothing is on hold");
     throttle.release(Key::new("b")).await.unwrap();
 }
 
