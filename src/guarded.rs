@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use http::StatusCode;
 
+use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
@@ -59,7 +60,18 @@ pub(crate) trait Watch: Send + Sync {
 }
 
 /// Two ends of holds closer than this have one cause, which processes learned at different moments.
-pub(crate) const SAME_CAUSE: Duration = Duration::from_millis(500);
+const SAME_CAUSE: Duration = Duration::from_millis(500);
+
+/// Returns whether a stop of `span` holds a key for longer than the hold of which so much is `left`, if it has one.
+pub(crate) fn is_longer(span: Duration, left: Option<Duration>) -> bool {
+    left.is_none_or(|left| left.saturating_add(SAME_CAUSE) < span)
+}
+
+/// Returns whether the hold of which so much is `left` ends with the stop that ends at `until`. A later hold has another
+/// cause.
+pub(crate) fn ends_with_stop(left: Duration, until: Instant, now: Instant) -> bool {
+    clock::after(now, left) <= clock::after(until, SAME_CAUSE)
+}
 
 /// What a guard does to its gate.
 pub(crate) trait Guarded: Gate {
@@ -72,28 +84,17 @@ pub(crate) trait Guarded: Gate {
     /// Puts `key` on hold for `span`, here and in all processes that share the store.
     fn hold(self: Arc<Self>, key: Key, span: Duration);
 
-    /// Puts those of `keys` that have state in this process on hold for `span`.
-    fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration);
-
-    /// Ends the holds of `keys`, if the hold ends by `until`. A later hold has another cause.
-    fn release_all(self: Arc<Self>, keys: &[Key], until: Instant);
-}
-
-/// Most keys of one stop for which there is an event. All are counted.
-const MOST_EVENTS: usize = 100;
-
-/// Counts and reports that the guard has put these keys on hold for `span`.
-pub(crate) fn report_stopped(
-    gate: &(impl Gate + ?Sized),
-    keys: impl Iterator<Item = Key>,
-    span: Duration,
-) {
-    for (index, key) in keys.enumerate() {
-        gate.tally().held(Cause::Guard);
-        if index < MOST_EVENTS {
-            gate.tell_hold(key, span, Cause::Guard);
-        }
+    /// Returns the key under which the gate has its state of `key`: that of its part, if its quota is divided.
+    fn own_key(&self, key: Key) -> Key {
+        key
     }
+
+    /// Puts the own key `key` on hold for `span`, if it has state in this process, and that is
+    /// [longer](is_longer) than its hold. Returns whether it did.
+    fn hold_known(self: Arc<Self>, key: Key, span: Duration) -> bool;
+
+    /// Ends the hold of the own key `key`, if it [ends with the stop](ends_with_stop) that ends at `until`.
+    fn release_known(self: Arc<Self>, key: Key, until: Instant);
 }
 
 /// A key that may be about to get its state in a gate with a guard.

@@ -29,10 +29,13 @@ use crate::key::Key;
 use crate::limiter::{CountedUnit, Limiter};
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::stats::GuardStats;
+use crate::stats::{Cause, GuardStats};
 use crate::store::{Store, StoreEvent, StoreListener};
 
 type MakeLimiter = Box<dyn FnOnce() -> Limiter + Send>;
+
+/// Most keys of one stop for which a gate reports an event. All are counted.
+const MOST_EVENTS: usize = 100;
 
 /// The guard of one layer.
 pub(crate) struct BanGuard {
@@ -44,7 +47,7 @@ pub(crate) struct BanGuard {
     all: Limiter,
     /// Counts those of this process, which decide while the store is away.
     alone: LazyLock<Limiter, MakeLimiter>,
-    /// The gates that it stops: one, or one for each limit of a layer.
+    /// The gates that it stops: one, or one for each limit of a layer and each part of a divided quota.
     gates: OnceLock<Vec<Weak<dyn Guarded>>>,
     stops: Stops,
     /// The keys of the gates, by the keys under which they count.
@@ -174,11 +177,18 @@ impl BanGuard {
         self.hold_all(bad.counted, span);
     }
 
-    /// Holds the keys of all gates that count under `counted`.
+    /// Holds the keys of all gates that count under `counted`. Counts and reports each that is new.
     fn hold_all(&self, counted: Key, span: Duration) {
         let keys = self.keys.under(counted);
         for gate in self.gates().filter(|_| !keys.is_empty()) {
-            gate.hold_all(&keys, span);
+            let own = keys.iter().map(|key| gate.own_key(*key));
+            let begun = own.filter(|key| gate.clone().hold_known(*key, span));
+            for (index, key) in begun.enumerate() {
+                gate.tally().held(Cause::Guard);
+                if index < MOST_EVENTS {
+                    gate.tell_hold(key, span, Cause::Guard);
+                }
+            }
         }
     }
 
@@ -195,7 +205,9 @@ impl BanGuard {
         if let Some(until) = self.stops.release(counted, clock::now()) {
             let keys = self.keys.under(counted);
             for gate in self.gates().filter(|_| !keys.is_empty()) {
-                gate.release_all(&keys, until);
+                for key in &keys {
+                    gate.clone().release_known(gate.own_key(*key), until);
+                }
             }
         }
     }

@@ -682,7 +682,7 @@ impl RateLimitBuilder {
         let guard = guard::build(&self.common, &store)?;
         let watch = guard.clone().map(|guard| guard as Arc<dyn Watch>);
         let limiter = self.limiter(self.quota, self.common.name, &store, &watch)?;
-        let mut gates = vec![limiter.guarded()];
+        let mut gates: Vec<_> = limiter.guarded().collect();
         let mut further = Vec::new();
         for limit in std::mem::take(&mut self.further) {
             let Further {
@@ -696,7 +696,7 @@ impl RateLimitBuilder {
                 routes.check(self.slacks)?;
             }
             let limiter = self.limiter(quota, Some(name), &store, &watch)?;
-            gates.push(limiter.guarded());
+            gates.extend(limiter.guarded());
             if let Some(routes) = routes {
                 extractors.set_own_routes(RouteTable::new(routes, &limiter)?);
             }

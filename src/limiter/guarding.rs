@@ -12,7 +12,7 @@ use super::limiter::Limiter;
 use crate::admission::Admission;
 use crate::clock;
 use crate::error::Limited;
-use crate::guarded::{Guarded, SAME_CAUSE, report_stopped};
+use crate::guarded::{Guarded, ends_with_stop, is_longer};
 use crate::key::Key;
 use crate::stats::Cause;
 use crate::store::{HoldState, spawn};
@@ -77,10 +77,10 @@ impl Limiter {
         spawn(&*self.0.first.settings.store, task);
     }
 
-    /// Returns what a guard stops.
-    pub(crate) fn guarded(&self) -> Weak<dyn Guarded> {
-        let core: Weak<Core> = Arc::downgrade(&self.0.first);
-        core
+    /// Returns what a guard stops: each part of the quota, if it is divided.
+    pub(crate) fn guarded(&self) -> impl Iterator<Item = Weak<dyn Guarded>> {
+        let parts = self.0.first.all_parts(Key::ALL);
+        parts.map(|(core, _)| Arc::downgrade(&core) as Weak<dyn Guarded>)
     }
 }
 
@@ -92,27 +92,15 @@ impl Guarded for Core {
         }
     }
 
-    fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration) {
-        for (core, _) in self.all_parts(Key::ALL) {
-            core.hold_stopped(keys, span);
-        }
+    fn own_key(&self, key: Key) -> Key {
+        self.part_of(key)
     }
 
-    fn release_all(self: Arc<Self>, keys: &[Key], until: Instant) {
-        for (core, _) in self.all_parts(Key::ALL) {
-            core.release_stopped(keys, until);
-        }
-    }
-}
-
-impl Core {
-    /// Holds the keys that a guard stops.
-    fn hold_stopped(self: &Arc<Self>, keys: &[Key], span: Duration) {
+    fn hold_known(self: Arc<Self>, key: Key, span: Duration) -> bool {
         let now = clock::now();
-        let keys = keys.iter().map(|key| self.part_of(*key));
-        let begun = keys.filter(|key| {
-            let is_new = self.with_state(*key, now, |state, ctx| {
-                let before = state.hold.left(now);
+        let begins = self.with_state(key, now, |state, ctx| {
+            let begins = is_longer(span, state.hold.left(now));
+            if begins {
                 let held = HoldState {
                     remaining: span,
                     releases: state.hold.releases(),
@@ -120,26 +108,22 @@ impl Core {
                 };
                 state.adopt_hold(ctx, held, HoldSource::Seen);
                 state.hold.note_cause(Cause::Guard, span, now);
-                before.is_none()
-            });
-            is_new == Some(true)
+            }
+            begins
         });
-        report_stopped(&**self, begun, span);
+        begins == Some(true)
     }
 
-    /// Releases the keys that a guard has stopped until then.
-    fn release_stopped(self: &Arc<Self>, keys: &[Key], until: Instant) {
+    fn release_known(self: Arc<Self>, key: Key, until: Instant) {
         let now = clock::now();
-        for key in keys.iter().map(|key| self.part_of(*key)) {
-            self.with_state(key, now, |state, ctx| {
-                let is_of_stop = |left| clock::after(now, left) <= clock::after(until, SAME_CAUSE);
-                if state.hold.left(now).is_some_and(is_of_stop) {
-                    // The next call tells the store.
-                    let releases = state.hold.releases().saturating_add(1);
-                    let released = HoldState::new(Duration::ZERO, releases);
-                    state.adopt_hold(ctx, released, HoldSource::Seen);
-                }
-            });
-        }
+        self.with_state(key, now, |state, ctx| {
+            let left = state.hold.left(now);
+            if left.is_some_and(|left| ends_with_stop(left, until, now)) {
+                // The next call tells the store.
+                let releases = state.hold.releases().saturating_add(1);
+                let released = HoldState::new(Duration::ZERO, releases);
+                state.adopt_hold(ctx, released, HoldSource::Seen);
+            }
+        });
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::ThrottleCore;
 use crate::clock;
-use crate::guarded::{Guarded, SAME_CAUSE, report_stopped};
+use crate::guarded::{Guarded, ends_with_stop, is_longer};
 use crate::key::Key;
 use crate::stats::{Cause, Gate};
 
@@ -26,33 +26,25 @@ impl Guarded for ThrottleCore {
         }
     }
 
-    fn hold_all(self: Arc<Self>, keys: &[Key], span: Duration) {
+    fn hold_known(self: Arc<Self>, key: Key, span: Duration) -> bool {
         let now = clock::now();
-        let until = clock::after(now, span);
-        let begun = keys.iter().copied().filter(|key| {
-            let is_new = self.at(*key, |waiters, wakers| {
-                let before = waiters.queue.held_until();
-                let is_longer = before.is_none_or(|end| clock::after(end, SAME_CAUSE) < until);
-                if is_longer {
-                    waiters.hold_until(until, Cause::Guard, now, wakers);
-                }
-                is_longer
-            });
-            is_new == Some(true)
+        let begins = self.at(key, |waiters, wakers| {
+            let begins = is_longer(span, waiters.held(now).map(|held| held.left));
+            if begins {
+                waiters.hold_until(clock::after(now, span), Cause::Guard, now, wakers);
+            }
+            begins
         });
-        report_stopped(&*self, begun, span);
+        begins == Some(true)
     }
 
-    fn release_all(self: Arc<Self>, keys: &[Key], until: Instant) {
+    fn release_known(self: Arc<Self>, key: Key, until: Instant) {
         let now = clock::now();
-        for key in keys.iter().copied() {
-            self.at(key, |waiters, wakers| {
-                let held_until = waiters.queue.held_until();
-                let is_of_stop = |end| end > now && end <= clock::after(until, SAME_CAUSE);
-                if held_until.is_some_and(is_of_stop) {
-                    waiters.release(now, wakers);
-                }
-            });
-        }
+        self.at(key, |waiters, wakers| {
+            let held = waiters.held(now);
+            if held.is_some_and(|held| ends_with_stop(held.left, until, now)) {
+                waiters.release(now, wakers);
+            }
+        });
     }
 }

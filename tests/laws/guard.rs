@@ -289,6 +289,31 @@ async fn keys_that_count_under_one_are_stopped_together() {
     }
 }
 
+/// The upstream has refused a request of one of them before, which holds that key for 20 seconds.
+#[tokio::test(start_paused = true)]
+async fn a_stop_counts_for_keys_that_are_on_hold_for_less() {
+    let limit = Quota::per_second(100_000);
+    let one_key = || guard(2).key(|_| Key::new("our address"));
+    let limiter = RateLimitLayer::builder(limit).guard(one_key());
+    let limiter = limiter.build().unwrap().limiter();
+    let throttle = AdaptiveThrottleLayer::builder().guard(one_key());
+    let throttle = throttle.build().unwrap().throttle();
+    let (held, other) = (Key::new("held"), Key::new("other"));
+    let limited = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
+    let refused = limited.clone().with_retry_after(secs(20));
+    let sent = limiter.acquire(held).await.unwrap().begin().unwrap();
+    sent.answered(&refused);
+    throttle.acquire(held).await.unwrap().answered(&refused);
+    for _ in 0..2 {
+        let sent = limiter.acquire(other).await.unwrap().begin().unwrap();
+        sent.answered(&limited);
+        throttle.acquire(other).await.unwrap().answered(&limited);
+    }
+    for stats in [limiter.stats(), throttle.stats()] {
+        assert_eq!(stats.holds().of(Cause::Guard), 2, "{:?}", stats.holds());
+    }
+}
+
 /// Bad answers count by host, whatever class their requests have, and a stop stops all classes.
 #[tokio::test(start_paused = true)]
 async fn classes_count_together_and_are_stopped_together() {
