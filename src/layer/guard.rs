@@ -9,7 +9,7 @@ use crate::guard::BanGuard;
 use crate::limit::LimitSpec;
 use crate::limiter::{CountedLate, HeaderTrust, Limiter, OnStoreError, Quotas, Settings};
 use crate::quota::Slacks;
-use crate::stats::{Kind, Tally};
+use crate::stats::Tally;
 use crate::store::{MemoryStore, Store};
 
 /// Builds the guard of a layer, if it has one.
@@ -45,7 +45,7 @@ fn limiter(
         quotas,
         is_further_unit: false,
         name: None,
-        tally: Tally::new(name, Kind::Guard, None),
+        tally: Tally::of_guard(name),
         store: store.clone(),
         shared_store: store,
         fallback: None,

@@ -19,7 +19,6 @@ use crate::limiter::{
 };
 use crate::quota::{ClassShare, Division, Quota, Slacks};
 use crate::signal::ResponseRef;
-use crate::stats::Kind;
 #[cfg(doc)]
 use crate::store::MemoryStore;
 use crate::store::{FallbackStore, Share, Store, UnlearningStore};
@@ -831,7 +830,7 @@ impl RateLimitBuilder {
             needs_cost: !settles && !self.charged_by_hand,
             waits_above_limit: self.wait_above_limit.unwrap_or(settles),
             counted_within: quotas.moved_within(&quota),
-            tally: common.tally(&self.series(name, quota.unit(), part), Kind::Limiter),
+            tally: common.tally(&self.series(name, quota.unit(), part)),
         })
     }
 

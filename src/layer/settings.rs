@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::extractors::Extractors;
 use crate::config_error::ConfigError;
 use crate::guard::Guard;
-use crate::stats::{Handler, Kind, Tally, is_series_name};
+use crate::stats::{Handler, Tally, is_series_name};
 use crate::store::{MemoryStore, Store};
 
 /// The settings that both builders have. [`common_setters!`] makes their setters.
@@ -64,8 +64,8 @@ impl Common {
     }
 
     /// Makes the counts of a gate that is called `name`.
-    pub(super) fn tally(&self, name: &str, kind: Kind) -> Tally {
-        let tally = Tally::new(name, kind, self.on_event.clone());
+    pub(super) fn tally(&self, name: &str) -> Tally {
+        let tally = Tally::new(name, self.on_event.clone());
         #[cfg(feature = "metrics")]
         tally.label_keys(self.metrics_keys);
         tally

@@ -12,7 +12,6 @@ use crate::guarded::Watch;
 use crate::limiter::read_marks;
 use crate::pacing::{Fair, Pace};
 use crate::rng::{Dice, dice};
-use crate::stats::Kind;
 #[cfg(doc)]
 use crate::store::Store;
 use crate::throttle::{Throttle, ThrottleSettings};
@@ -121,7 +120,7 @@ impl AdaptiveThrottleBuilder {
             max_queue: self.common.max_queue,
             max_keys: self.common.max_keys,
             max_hold,
-            tally: self.common.tally(self.common.name(), Kind::Throttle),
+            tally: self.common.tally(self.common.name()),
             store: self.common.store,
             guard: guard.clone().map(|guard| guard as Arc<dyn Watch>),
         })?;

@@ -23,7 +23,7 @@ use super::histogram::WaitCounts;
 use super::key_counts::{Counted, KeyCounts};
 #[cfg(feature = "metrics")]
 use super::labelled_keys::LabelledKeys;
-use super::values::{Cause, Counts, Kind, Outcome, REASONS, Requests, Stats, index_of_reason};
+use super::values::{Cause, Counts, Outcome, REASONS, Requests, Stats, index_of_reason};
 use crate::clock;
 use crate::cost::Cost;
 use crate::error::Limited;
@@ -56,7 +56,8 @@ impl Drop for Telling {
 /// The counts of a gate, its name, and the handler of its events.
 pub(crate) struct Tally {
     name: Arc<str>,
-    kind: Kind,
+    /// Whether it counts the bad answers of a [ban guard](crate::Guard): each is a request here.
+    is_of_guard: bool,
     handler: Option<Arc<Handler>>,
     /// The requests of keys without state, by outcome.
     requests: [AtomicU64; Outcome::ALL.len()],
@@ -160,10 +161,10 @@ impl Tally {
     /// The name of a gate without one.
     pub(crate) const DEFAULT_NAME: &str = "default";
 
-    pub(crate) fn new(name: &str, kind: Kind, handler: Option<Arc<Handler>>) -> Self {
+    pub(crate) fn new(name: &str, handler: Option<Arc<Handler>>) -> Self {
         Tally {
             name: name.into(),
-            kind,
+            is_of_guard: false,
             handler,
             requests: Default::default(),
             units: AtomicU64::new(0),
@@ -185,6 +186,14 @@ impl Tally {
             shown: Mutex::default(),
             floods: Floods::default(),
             upstream_floods: Floods::default(),
+        }
+    }
+
+    /// Makes the counts of the bad answers that a guard counts.
+    pub(crate) fn of_guard(name: &str) -> Self {
+        Tally {
+            is_of_guard: true,
+            ..Tally::new(name, None)
         }
     }
 
@@ -382,7 +391,7 @@ impl Tally {
     /// Returns whether this counts bad answers for a guard. Then there are no events: the guard has its
     /// own.
     pub(crate) fn is_of_guard(&self) -> bool {
-        self.kind == Kind::Guard
+        self.is_of_guard
     }
 
     /// Returns whether the program takes in events.

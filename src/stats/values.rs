@@ -199,18 +199,6 @@ pub(crate) struct GuardStats {
     pub(crate) trips: u64,
 }
 
-/// What kind of gate a tally is of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    /// A [`Limiter`](crate::Limiter), which keeps a known quota.
-    Limiter,
-    /// A [`Throttle`](crate::Throttle), which finds a pace.
-    Throttle,
-    /// What counts the bad answers of a [ban guard](crate::Guard): each is a request here. Its name is
-    /// that of the guarded layer and `guard`.
-    Guard,
-}
-
 /// Every request once, by its outcome.
 ///
 /// A request counts when its outcome is known, so requests that wait are in none of these. A call of

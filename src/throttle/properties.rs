@@ -14,7 +14,7 @@ use crate::clock;
 use crate::key::Key;
 use crate::pacing::{Dice, Fair, Pace, Pause, Reply, Traffic};
 use crate::signal::{ObservedQuota, Signal};
-use crate::stats::{Kind, Tally};
+use crate::stats::Tally;
 
 const MAX_HOLD: Duration = Duration::from_secs(60);
 
@@ -321,7 +321,7 @@ fn at_the_gate(callers: &[Caller], seed: u64) -> Vec<(u64, Duration, Duration, b
             max_hold: MAX_HOLD,
             store: None,
             guard: None,
-            tally: Tally::new("throttle", Kind::Throttle, None),
+            tally: Tally::new("throttle", None),
         })
         .unwrap();
         let (start, come) = (clock::now(), Arc::new(AtomicU64::new(0)));
