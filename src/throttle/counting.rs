@@ -32,7 +32,7 @@ impl Gate for ThrottleCore {
         let mut counted = self.tally().counted();
         let mut in_flight = InFlightStats::default();
         let (mut keys_held, mut keys_alone, mut longest_hold, mut pace) = (0, 0, None, None);
-        self.for_each(|_, waiters| {
+        self.keys.for_each(|_, waiters| {
             counted.add(&waiters.counts);
             in_flight.in_use += waiters.queue.in_flight() as u64;
             let left = held(waiters, now);
@@ -48,7 +48,7 @@ impl Gate for ThrottleCore {
             });
             longest_hold = longest_hold.max(left);
         });
-        let keys = self.len();
+        let keys = self.keys.len();
         Stats {
             in_flight: Some(in_flight),
             keys,
@@ -64,7 +64,7 @@ impl Gate for ThrottleCore {
 
     fn in_use(&self) -> Vec<(usize, u64, Key)> {
         let mut all = Vec::new();
-        self.for_each(|key, waiters| {
+        self.keys.for_each(|key, waiters| {
             all.push((waiters.queue.waiting(), waiters.counts.units(), key));
         });
         all
@@ -86,7 +86,8 @@ impl Gate for ThrottleCore {
 
     fn in_flight(&self) -> u64 {
         let mut sum = 0;
-        self.for_each(|_, waiters| sum += waiters.queue.in_flight() as u64);
+        self.keys
+            .for_each(|_, waiters| sum += waiters.queue.in_flight() as u64);
         sum
     }
 

@@ -48,7 +48,7 @@ pub(crate) struct ThrottleSettings {
 pub(super) struct ThrottleCore {
     pub(super) settings: ThrottleSettings,
     /// The waiters of each key in use.
-    keys: KeyMap<Waiters>,
+    pub(super) keys: KeyMap<Waiters>,
     /// How processes share the pace, if they do.
     pub(super) shared: Option<SharedPace>,
 }
@@ -180,25 +180,10 @@ impl ThrottleCore {
         self.keys.find(key, with)
     }
 
-    /// Reads the waiters of all keys, a shard at a time.
-    pub(super) fn for_each(&self, visit: impl FnMut(Key, &mut Waiters)) {
-        self.keys.for_each(visit);
-    }
-
-    /// Returns whether a request of `key` finds room for its state.
-    pub(super) fn has_room(&self, key: Key, now: Instant) -> bool {
-        self.keys.has_room(key, now)
-    }
-
     /// Returns for how long a key without state would be on hold from the beginning, because a guard stops it.
     pub(super) fn stopped_for(&self, key: Key, now: Instant) -> Option<Duration> {
         let guard = self.settings.guard.as_ref()?;
         guard.stopped_for(guard.counted(key), now)
-    }
-
-    /// Returns the number of keys.
-    pub(super) fn len(&self) -> usize {
-        self.keys.len()
     }
 
     /// Makes the waiters of a new key.

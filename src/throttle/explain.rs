@@ -43,7 +43,7 @@ pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
         name: waiters.counts.name().map(Box::from),
     };
     let known = core.find(key, read);
-    let has_room = known.is_some() || core.has_room(key, now);
+    let has_room = known.is_some() || core.keys.has_room(key, now);
     let known = known.unwrap_or_else(|| {
         let stopped = core.stopped_for(key, now);
         KnownKey {
