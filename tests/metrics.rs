@@ -5,7 +5,9 @@
 mod support;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, mpsc};
+use std::thread;
 use std::time::Duration;
 
 use http::StatusCode;
@@ -17,6 +19,7 @@ use metrics::{
 use tokio::time::timeout;
 use tollgate::metrics::publish;
 use tollgate::stats::Stats;
+use tollgate::store::{Label, Lease, LeaseRequest, MemoryStore, Store, StoreReply};
 use tollgate::{
     AdaptiveThrottleLayer, Guard, Key, Limiter, Quota, RateLimitLayer, RequestRef, Routes, Signal,
     by_header,
@@ -312,6 +315,67 @@ async fn dropped_limiters_keep_counts_and_zero_gauges_once() {
     assert_eq!(
         value("tollgate_units_total", "dropped,unit=requests").count,
         4
+    );
+}
+
+/// A store in memory that makes no label while the last counts of a limiter wait for it.
+struct SlowLabels {
+    memory: MemoryStore,
+    is_slow: AtomicBool,
+    asked: Mutex<mpsc::Sender<()>>,
+    goes_on: Mutex<mpsc::Receiver<()>>,
+}
+
+impl Store for SlowLabels {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&self.memory)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.memory.lease(request)
+    }
+
+    fn label(&self, key: Key) -> Label {
+        if self.is_slow.load(Ordering::Relaxed) {
+            self.asked.lock().unwrap().send(()).unwrap();
+            // An error, because the sender is dropped.
+            let _ = self.goes_on.lock().unwrap().recv();
+        }
+        self.memory.label(key)
+    }
+}
+
+/// No page is without its last counts: it is being dropped, and no longer found as a limiter that lives.
+#[tokio::test]
+async fn a_limiter_is_on_the_page_while_it_is_dropped() {
+    let _alone = start().await;
+    let ((asked, is_asked), (go, goes_on)) = (mpsc::channel(), mpsc::channel());
+    let store = Arc::new(SlowLabels {
+        memory: MemoryStore::default(),
+        is_slow: AtomicBool::new(false),
+        asked: Mutex::new(asked),
+        goes_on: Mutex::new(goes_on),
+    });
+    let builder = RateLimitLayer::builder(Quota::per_second(5)).store(store.clone());
+    let builder = builder.name("being dropped").metrics_keys(1);
+    let limiter = builder.build().unwrap().limiter();
+    drop(limiter.acquire(Key::new("tenant")).await.unwrap());
+    store.is_slow.store(true, Ordering::Relaxed);
+    let dropping = thread::spawn(move || drop(limiter));
+    is_asked.recv().unwrap();
+    let publishing = thread::spawn(publish);
+    thread::sleep(ms(50));
+    drop(go);
+    publishing.join().unwrap();
+    let series = series_of("being dropped");
+    dropping.join().unwrap();
+    let passed = series
+        .iter()
+        .filter(|(name, _)| name.contains("outcome=passed"));
+    assert_eq!(
+        passed.map(|(_, value)| value.count).sum::<u64>(),
+        1,
+        "{series:?}"
     );
 }
 

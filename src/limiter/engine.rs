@@ -489,8 +489,7 @@ impl fmt::Debug for Core {
 
 impl Drop for Core {
     fn drop(&mut self) {
-        #[cfg(feature = "metrics")]
-        stats::note_dropped(|| stats::Gate::with_keys(self));
+        stats::unregister(self);
         write(&CORES).remove(&self.id);
     }
 }

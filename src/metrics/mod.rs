@@ -86,7 +86,7 @@ static PUBLISHED: Mutex<Published> = Mutex::new(Published {
 });
 
 /// The counts of gates that were dropped since the first publish.
-static DROPPED: Mutex<BTreeMap<Key, u64>> = Mutex::new(BTreeMap::new());
+static DROPPED: Mutex<Series> = Mutex::new(Series::new());
 
 /// Gives the installed recorder what was counted since the last call, and the present state.
 ///
@@ -139,13 +139,11 @@ pub fn publish_every(interval: Duration) {
 fn series() -> Series {
     #[cfg(feature = "redis")]
     let stores = stores();
-    // Dropped gates first. A gate that is dropped meanwhile is then missing until the next call, and not counted twice: a
-    // page that is read at that moment shows its counts of the last call.
-    let mut series = Series {
-        counters: lock(&DROPPED).clone(),
-        gauges: BTreeMap::new(),
-    };
-    for gate in stats::all_with_keys() {
+    // None of these is dropped before the end of this function, so each gate is counted once.
+    let gates = stats::all_but_noted();
+    let mut series = lock(&DROPPED).clone();
+    for gate in &gates {
+        let gate = gate.with_keys();
         series.add_counters(&gate);
         series.add_gauges(&gate.0);
     }
@@ -167,7 +165,6 @@ impl Published {
     fn update(&mut self, recorder: &dyn Recorder, series: &Series) {
         for (key, count) in &series.counters {
             let before = self.counters.get(key).copied();
-            // A count is behind if its gate was being dropped while it was read.
             let more = count.saturating_sub(before.unwrap_or(0));
             if before.is_some() && more == 0 {
                 continue;
@@ -192,18 +189,7 @@ impl Published {
 
 /// Keeps the counts of a gate that is dropped.
 fn dropped(gate: &WithKeys) {
-    keep(|series| series.add_counters(gate));
-}
-
-/// Keeps counts that `add` adds.
-fn keep(add: impl FnOnce(&mut Series)) {
-    let mut kept = lock(&DROPPED);
-    let mut series = Series {
-        counters: std::mem::take(&mut *kept),
-        gauges: BTreeMap::new(),
-    };
-    add(&mut series);
-    *kept = series.counters;
+    lock(&DROPPED).add_counters(gate);
 }
 
 /// Returns the stats of the stores that exist, and keeps the counts of those that were dropped.
@@ -212,7 +198,7 @@ fn stores() -> Vec<StoreStats> {
     let mut living = Vec::new();
     for (stats, is_last) in store::stores::take() {
         match is_last {
-            true => keep(|series| series.add_store_counters(&stats)),
+            true => lock(&DROPPED).add_store_counters(&stats),
             false => living.push(stats),
         }
     }

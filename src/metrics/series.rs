@@ -19,7 +19,7 @@ const STATUSES: [&str; 10] = [
 ];
 
 /// The values of all series at one moment.
-#[derive(Default)]
+#[derive(Clone)]
 pub(super) struct Series {
     /// What only grows.
     pub(super) counters: BTreeMap<Key, u64>,
@@ -28,6 +28,13 @@ pub(super) struct Series {
 }
 
 impl Series {
+    pub(super) const fn new() -> Self {
+        Series {
+            counters: BTreeMap::new(),
+            gauges: BTreeMap::new(),
+        }
+    }
+
     /// Adds the counts of a gate to those of the other gates with its name.
     pub(super) fn add_counters(&mut self, (stats, keys): &WithKeys) {
         let all = Counted {

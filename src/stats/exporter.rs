@@ -36,7 +36,7 @@ pub(crate) fn is_exporting() -> bool {
 }
 
 /// Notes that a gate is dropped. `stats` reads its last counts.
-pub(crate) fn note_dropped(stats: impl FnOnce() -> WithKeys) {
+pub(super) fn note_dropped(stats: impl FnOnce() -> WithKeys) {
     if let Some(exporter) = EXPORTER.get() {
         (exporter.dropped)(&stats());
     }

@@ -63,7 +63,7 @@ pub(crate) use event::Handler;
 #[cfg(all(feature = "metrics", feature = "redis"))]
 pub(crate) use exporter::{ExportedWaits, is_exporting};
 #[cfg(feature = "metrics")]
-pub(crate) use exporter::{Exporter, WaitRecorder, export_to, note_dropped};
+pub(crate) use exporter::{Exporter, WaitRecorder, export_to};
 pub use histogram::Histogram;
 #[cfg(feature = "metrics")]
 pub(crate) use histogram::WAIT_SECONDS;
@@ -77,7 +77,9 @@ pub(crate) use key_counts::{KeyCounts, shown};
 #[cfg(feature = "metrics")]
 pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
-pub(crate) use registry::{Flush, Gate, register};
+#[cfg(feature = "metrics")]
+pub(crate) use registry::all_but_noted;
+pub(crate) use registry::{Flush, Gate, register, unregister};
 pub(crate) use tally::{Tally, is_series_name};
 #[cfg(any(feature = "grpc", feature = "tracing"))]
 pub(crate) use values::name_of_reason;
@@ -90,15 +92,6 @@ pub(crate) use values::{GuardStats, InFlightStats, Outcome, PaceStats};
 /// of the keys under one lock, or at most some 7000.
 pub fn all() -> Vec<Stats> {
     registry::all().iter().map(|gate| gate.stats()).collect()
-}
-
-/// Returns the stats of all gates, and the series of their keys.
-#[cfg(feature = "metrics")]
-pub(crate) fn all_with_keys() -> Vec<WithKeys> {
-    registry::all()
-        .iter()
-        .map(|gate| gate.with_keys())
-        .collect()
 }
 
 /// Drains all limiters and throttles of this process, also those of libraries that the program uses:

@@ -1,9 +1,14 @@
 //! All gates of this process.
 
 use std::pin::Pin;
+use std::ptr;
 use std::sync::{Arc, Mutex, Weak};
+#[cfg(feature = "metrics")]
+use std::thread;
 use std::time::{Duration, Instant};
 
+#[cfg(feature = "metrics")]
+use super::exporter::note_dropped;
 use super::key_counts::KeyCounts;
 #[cfg(feature = "metrics")]
 use super::labelled_keys::WithKeys;
@@ -124,15 +129,44 @@ pub(crate) trait Gate: Send + Sync {
 /// The gates, the oldest first.
 static GATES: Mutex<Vec<Weak<dyn Gate>>> = Mutex::new(Vec::new());
 
-/// Adds a gate. Gates that were dropped are removed.
+/// Adds a gate, which calls [`unregister`] when it is dropped.
 pub(crate) fn register(gate: Weak<dyn Gate>) {
-    let mut gates = lock(&GATES);
-    gates.retain(|gate| gate.strong_count() > 0);
-    gates.push(gate);
+    lock(&GATES).push(gate);
+}
+
+/// Removes a gate that is being dropped, after an exporter has its last counts.
+pub(crate) fn unregister(gate: &dyn Gate) {
+    // Also if a function of the user panics, such as one that names a key.
+    let _removed = Removed(gate);
+    #[cfg(feature = "metrics")]
+    note_dropped(|| gate.with_keys());
+}
+
+/// Removes the gate when this is dropped.
+struct Removed<'a>(&'a dyn Gate);
+
+impl Drop for Removed<'_> {
+    fn drop(&mut self) {
+        lock(&GATES).retain(|gate| !ptr::addr_eq(gate.as_ptr(), self.0));
+    }
 }
 
 /// Returns the gates that exist, the oldest first.
 pub(super) fn all() -> Vec<Arc<dyn Gate>> {
     let gates = lock(&GATES);
     gates.iter().filter_map(Weak::upgrade).collect()
+}
+
+/// Returns the gates that exist, once no gate is being dropped: an exporter has the last counts of all others.
+#[cfg(feature = "metrics")]
+pub(crate) fn all_but_noted() -> Vec<Arc<dyn Gate>> {
+    loop {
+        // They are not dropped under the lock: each may be the last handle of its gate.
+        let gates: Vec<_> = lock(&GATES).iter().map(Weak::upgrade).collect();
+        if gates.iter().all(Option::is_some) {
+            return gates.into_iter().flatten().collect();
+        }
+        // Another thread is about to remove it.
+        thread::yield_now();
+    }
 }

@@ -10,7 +10,9 @@ use super::engine::ThrottleCore;
 use super::waiters::Waiters;
 use crate::clock;
 use crate::key::{Key, Label};
-use crate::stats::{Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally};
+use crate::stats::{
+    Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally, unregister,
+};
 
 impl Gate for ThrottleCore {
     fn tally(&self) -> &Tally {
@@ -109,10 +111,9 @@ impl Gate for ThrottleCore {
     }
 }
 
-#[cfg(feature = "metrics")]
 impl Drop for ThrottleCore {
     fn drop(&mut self) {
-        crate::stats::note_dropped(|| self.with_keys());
+        unregister(self);
     }
 }
 
