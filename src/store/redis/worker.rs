@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::{io, thread};
 
 use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::task::JoinSet;
 
@@ -21,6 +22,7 @@ use super::stats::{CallKind, StoreTally};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::locks::lock;
 use crate::rng::Backoff;
 use crate::store::in_flight::StoreListeners;
 use crate::store::{Claim, StoreEvent, StoreListener};
@@ -55,7 +57,8 @@ pub(super) fn start(client: &Client) -> io::Result<Running> {
     let runtime = Builder::new_current_thread().enable_all().build()?;
     let (orders, incoming_orders) = mpsc::unbounded_channel();
     let (to_worker, subscription) = mpsc::unbounded_channel();
-    let (to_tell, events) = mpsc::unbounded_channel();
+    let (teller, events) = Teller::with_room_for(MOST_UNTOLD);
+    let missed = teller.missed.clone();
     let (backend, listeners) = (client.backend.clone(), client.listeners.clone());
     let instance = client.instance;
     let worker = Worker {
@@ -68,13 +71,13 @@ pub(super) fn start(client: &Client) -> io::Result<Running> {
         connections: backend.links.connections(),
         subscription,
         tally: backend.links.tally.clone(),
-        to_tell,
+        teller,
         secret: client.secret,
     };
     let work = async move {
         // They end with the worker.
         let mut others = JoinSet::new();
-        others.spawn(tell_listeners(listeners, events));
+        others.spawn(tell_listeners(listeners, events, missed));
         if let Some(find_server) = backend.find_server() {
             let backend = backend.clone();
             others.spawn(again_after_panics(move || {
@@ -121,15 +124,56 @@ impl Drop for Droppable {
 /// The most events that are passed to the listeners at once. One by one, a busy thread passes on fewer than arrive.
 const TOLD_AT_ONCE: usize = 64;
 
+/// The most events that wait to be told. Some hundred processes that put thousands of keys on hold at once publish fewer.
+const MOST_UNTOLD: usize = 65_536;
+
+/// Passes events to the task that tells the listeners. If too many wait, further ones are dropped, and the listeners read
+/// again what they may have missed, as after a loss of the subscription.
+struct Teller {
+    events: mpsc::Sender<(Key, StoreEvent)>,
+    missed: MissedEvents,
+}
+
+/// What the listeners are told in place of the events that were dropped.
+type MissedEvents = Arc<std::sync::Mutex<Option<StoreEvent>>>;
+
+impl Teller {
+    fn with_room_for(most: usize) -> (Self, mpsc::Receiver<(Key, StoreEvent)>) {
+        let (events, told) = mpsc::channel(most);
+        let missed = MissedEvents::default();
+        (Teller { events, missed }, told)
+    }
+
+    /// Tells the listeners of an event about `key`, after the events before.
+    fn tell(&self, key: Key, event: StoreEvent) {
+        // The task that tells them ends after the worker, so the channel is open.
+        if let Err(TrySendError::Full((_, event))) = self.events.try_send((key, event)) {
+            let mut missed = lock(&self.missed);
+            match event {
+                StoreEvent::Reconnected => *missed = Some(event),
+                _ => _ = missed.get_or_insert(StoreEvent::EventsMissed),
+            }
+        }
+    }
+}
+
 /// Tells the listeners what arrives, one event after the other.
 async fn tell_listeners(
     listeners: Arc<StoreListeners>,
-    mut events: mpsc::UnboundedReceiver<(Key, StoreEvent)>,
+    mut events: mpsc::Receiver<(Key, StoreEvent)>,
+    missed: MissedEvents,
 ) {
     let mut some = Vec::new();
     while events.recv_many(&mut some, TOLD_AT_ONCE).await > 0 {
         for (key, event) in some.drain(..) {
             listeners.notify_all(key, &event);
+        }
+        // What was dropped came after all that had found room.
+        if events.is_empty() {
+            let missed = lock(&missed).take();
+            missed
+                .iter()
+                .for_each(|event| listeners.notify_all(Key::ALL, event));
         }
         // The replies that have arrived meanwhile come first.
         tokio::task::yield_now().await;
@@ -160,7 +204,7 @@ struct Worker {
     tally: Arc<StoreTally>,
     /// What the listeners for holds and registers have to be told. They are told in a task of their own,
     /// which the next reply of the server does not wait for.
-    to_tell: mpsc::UnboundedSender<(Key, StoreEvent)>,
+    teller: Teller,
     secret: Option<Key>,
 }
 
@@ -187,7 +231,7 @@ impl Worker {
                 Some((id, reply)) = self.claims.next_reply() => self.claims.on_reply(id, reply),
                 Some(incoming) = self.subscription.recv() => self.on_incoming(incoming),
                 // The new connection may lead to another server, or to one that lost its state.
-                () = self.connections.next() => self.tell(Key::ALL, StoreEvent::Reconnected),
+                () = self.connections.next() => self.teller.tell(Key::ALL, StoreEvent::Reconnected),
             }
         }
         // A flush may have waited for the claim that was settled last.
@@ -207,23 +251,17 @@ impl Worker {
         }
     }
 
-    /// Tells the listeners of an event about `key`, after the events before.
-    fn tell(&self, key: Key, event: StoreEvent) {
-        // The task that tells them ends after the worker.
-        let _ = self.to_tell.send((key, event));
-    }
-
     fn on_incoming(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Subscribed => {
                 self.claims.set_subscribed(true);
                 self.tally.subscribed(true);
-                self.tell(Key::ALL, StoreEvent::EventsMissed);
+                self.teller.tell(Key::ALL, StoreEvent::EventsMissed);
             }
             Incoming::Disconnected => {
                 self.claims.set_subscribed(false);
                 self.tally.subscribed(false);
-                self.tell(Key::ALL, StoreEvent::Disconnected);
+                self.teller.tell(Key::ALL, StoreEvent::Disconnected);
             }
             Incoming::Message(message) if !self.on_register_message(&message) => {
                 self.claims.on_message(&message)
@@ -232,7 +270,7 @@ impl Worker {
                 if let Ok((event, token)) = codec::read_event(&message)
                     && let Some(key) = sealed_key::read(token, self.secret)
                 {
-                    self.tell(key, event);
+                    self.teller.tell(key, event);
                 }
             }
             Incoming::Message(_) | Incoming::MessageToAll(_) => {}
@@ -242,6 +280,58 @@ impl Worker {
     /// Notifies the listeners if `message` is about a register. Returns whether it is.
     fn on_register_message(&self, message: &[u8]) -> bool {
         let event = registers::read_event(message, self.secret);
-        event.map(|(key, event)| self.tell(key, event)).is_some()
+        event
+            .map(|(key, event)| self.teller.tell(key, event))
+            .is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Weak;
+
+    use super::*;
+    use crate::store::HoldState;
+
+    /// Notes what it is told.
+    #[derive(Default)]
+    struct Notes(std::sync::Mutex<Vec<String>>);
+
+    impl StoreListener for Notes {
+        fn on_event(self: Arc<Self>, key: Key, _: u64, event: StoreEvent) {
+            let about = if key == Key::ALL { "all" } else { "one" };
+            lock(&self.0).push(match event {
+                StoreEvent::Hold(_) => format!("{about}: hold"),
+                other => format!("{about}: {other:?}"),
+            });
+        }
+    }
+
+    /// Tells a listener of these events, three of which find room. Returns what it is told.
+    async fn told(events: Vec<StoreEvent>) -> Vec<String> {
+        let (notes, listeners) = (Arc::new(Notes::default()), StoreListeners::default());
+        let listener: Arc<dyn StoreListener> = notes.clone();
+        listeners.add(Arc::downgrade(&listener) as Weak<_>);
+        let (teller, untold) = Teller::with_room_for(3);
+        let missed = teller.missed.clone();
+        for event in events {
+            teller.tell(Key::new("one"), event);
+        }
+        drop(teller);
+        tell_listeners(Arc::new(listeners), untold, missed).await;
+        std::mem::take(&mut *lock(&notes.0))
+    }
+
+    #[tokio::test]
+    async fn listeners_read_again_what_found_no_room() {
+        let hold = || StoreEvent::Hold(HoldState::default());
+        assert_eq!(told(vec![hold(), hold()]).await, ["one: hold"; 2]);
+        let expected = |last: &str| ["one: hold", "one: hold", "one: hold", last].join(", ");
+        let many = told((0..100).map(|_| hold()).collect()).await;
+        assert_eq!(many.join(", "), expected("all: EventsMissed"));
+        // A new connection may lead to a server that has lost its state.
+        let mut events: Vec<_> = (0..10).map(|_| hold()).collect();
+        events.extend([StoreEvent::Reconnected, hold()]);
+        assert_eq!(told(events).await.join(", "), expected("all: Reconnected"));
     }
 }
