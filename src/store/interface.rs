@@ -307,6 +307,22 @@ impl<T> StoreReply<T> {
         StoreReply::Ready(Err(StoreError::Unsupported(what)))
     }
 
+    /// Returns what `then` makes of the reply when it arrives.
+    pub(crate) fn then(
+        self,
+        then: impl FnOnce(Result<T, StoreError>) -> Self + Send + 'static,
+    ) -> Self
+    where
+        T: Send + 'static,
+    {
+        match self {
+            StoreReply::Ready(reply) => then(reply),
+            StoreReply::Pending(reply) => {
+                StoreReply::Pending(Box::pin(async move { then(reply.await).arrives().await }))
+            }
+        }
+    }
+
     /// Waits for the reply.
     ///
     /// # Errors

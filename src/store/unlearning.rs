@@ -25,19 +25,19 @@ impl UnlearningStore {
 }
 
 /// Returns the learned quota that was in force for a call, if there was one.
-fn learned(reply: &Result<Lease, StoreError>) -> Option<&SetQuota> {
-    let set = reply.as_ref().ok()?.set_quota.as_deref()?;
+fn learned(lease: &Lease) -> Option<&SetQuota> {
+    let set = lease.set_quota.as_deref()?;
     set.is_learned().then_some(set)
 }
 
-/// Ends the learned quota that `reply` states, and makes the call again.
+/// Ends the learned quota that the reply `first` states, and makes the call again.
 async fn without_learned(
     store: Arc<dyn Store>,
     mut request: OwnedLeaseRequest,
-    reply: Result<Lease, StoreError>,
+    first: Lease,
 ) -> Result<Lease, StoreError> {
-    let (Some(set), Ok(first)) = (learned(&reply), &reply) else {
-        return reply;
+    let Some(set) = learned(&first) else {
+        return Ok(first);
     };
     // With this version, the store ends only a learned quota.
     let end = LimitSpec::none().with_quota_version(set.version, set.life);
@@ -47,10 +47,10 @@ async fn without_learned(
     };
     let ended = store.change(request.key, &Arc::new(end), change);
     if ended.arrives().await.is_err() {
-        return reply.map(without_quota);
+        return Ok(without_quota(first));
     }
     store.give_back(request.key, &request.spec, &first.unused());
-    request.follow(first, clock::now());
+    request.follow(&first, clock::now());
     // The first call has counted them.
     request.returns.clear();
     request.charges.clear();
@@ -84,34 +84,23 @@ impl Store for UnlearningStore {
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let (store, asked) = (self.0.clone(), request.clone());
-        match store.peek(request) {
-            StoreReply::Ready(reply) => match after_end(asked, &reply) {
+        self.0
+            .peek(request)
+            .then(move |reply| match after_end(asked, &reply) {
                 Some(again) => store.peek(again),
                 None => StoreReply::Ready(reply),
-            },
-            StoreReply::Pending(reply) => StoreReply::Pending(Box::pin(async move {
-                let reply = reply.await;
-                match after_end(asked, &reply) {
-                    Some(again) => store.peek(again).arrives().await,
-                    None => reply,
-                }
-            })),
-        }
+            })
     }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
         let store = self.0.clone();
         let owned = OwnedLeaseRequest::new(&request);
-        match store.lease(request) {
-            StoreReply::Ready(reply) if learned(&reply).is_none() => StoreReply::Ready(reply),
+        self.0.lease(request).then(move |reply| match reply {
             // The caller has a lock, and the end of the quota is told to listeners.
-            StoreReply::Ready(reply) => {
-                StoreReply::Pending(Box::pin(without_learned(store, owned, reply)))
+            Ok(first) if learned(&first).is_some() => {
+                StoreReply::Pending(Box::pin(without_learned(store, owned, first)))
             }
-            StoreReply::Pending(reply) => StoreReply::Pending(Box::pin(async move {
-                let reply = reply.await;
-                without_learned(store, owned, reply).await
-            })),
-        }
+            reply => StoreReply::Ready(reply),
+        })
     }
 }

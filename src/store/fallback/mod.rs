@@ -270,13 +270,11 @@ impl Store for FallbackStore {
             returns: &owned.returns,
             ..request
         };
-        match inner.store.lease(of_store) {
-            StoreReply::Ready(reply) => StoreReply::Ready(inner.on_reply(&owned, reply)),
-            StoreReply::Pending(reply) => {
-                let inner = inner.clone();
-                StoreReply::Pending(Box::pin(async move { inner.on_reply(&owned, reply.await) }))
-            }
-        }
+        let inner = inner.clone();
+        self.0
+            .store
+            .lease(of_store)
+            .then(move |reply| StoreReply::Ready(inner.on_reply(&owned, reply)))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
@@ -306,11 +304,7 @@ impl Store for FallbackStore {
                 .flatten()
                 .ok_or(error)
         };
-        match self.0.store.peek(request) {
-            StoreReply::Ready(usage) => StoreReply::Ready(usage.or_else(own)),
-            StoreReply::Pending(usage) => {
-                StoreReply::Pending(Box::pin(async move { usage.await.or_else(own) }))
-            }
-        }
+        let peeked = self.0.store.peek(request);
+        peeked.then(move |usage| StoreReply::Ready(usage.or_else(own)))
     }
 }
