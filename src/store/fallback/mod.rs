@@ -231,14 +231,19 @@ impl Inner {
         self.store.lease(probe).arrives().await
     }
 
-    /// Takes back unused permits, each in the ledger that granted it.
-    fn take_back(&self, key: Key, unused: &[UnusedPermits]) {
+    /// Takes back unused permits, each in the ledger that granted it. Returns those that the store granted.
+    fn take_back(&self, key: Key, unused: &[UnusedPermits]) -> SmallVec<[UnusedPermits; 4]> {
         let now = clock::micros(clock::now());
-        self.histories.find(key, |history| {
+        let take_back = |history: &mut GrantHistory| {
             unused
                 .iter()
                 .for_each(|unused| history.take_back(*unused, now));
-        });
+        };
+        if !unused.is_empty() {
+            self.histories.find(key, take_back);
+        }
+        let of_store = |unused: &&UnusedPermits| !Source::granted_standalone(unused);
+        unused.iter().filter(of_store).copied().collect()
     }
 }
 
@@ -248,14 +253,12 @@ impl Store for FallbackStore {
     }
 
     fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        let inner = &self.0;
-        let mut owned = OwnedLeaseRequest::new(&request);
-        owned
-            .returns
-            .retain(|unused| !Source::granted_standalone(unused));
-        if !request.returns.is_empty() {
-            inner.take_back(request.key, request.returns);
-        }
+        let inner = self.0.clone();
+        let request = LeaseRequest {
+            returns: &inner.take_back(request.key, request.returns),
+            ..request
+        };
+        let owned = OwnedLeaseRequest::new(&request);
         let on_request = |history: &mut GrantHistory| {
             let ledger = history.standalone()?;
             ledger.on_request(owned.session, clock::micros(owned.sent));
@@ -263,26 +266,14 @@ impl Store for FallbackStore {
         };
         let is_alone = inner.histories.find(owned.key, on_request).flatten();
         if is_alone.is_some() {
-            let inner = inner.clone();
             return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned).await }));
         }
-        let of_store = LeaseRequest {
-            returns: &owned.returns,
-            ..request
-        };
-        let inner = inner.clone();
-        self.0
-            .store
-            .lease(of_store)
-            .then(move |reply| StoreReply::Ready(inner.on_reply(&owned, reply)))
+        let reply = inner.store.lease(request);
+        reply.then(move |reply| StoreReply::Ready(inner.on_reply(&owned, reply)))
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
-        self.0.take_back(key, unused);
-        let of_store = unused
-            .iter()
-            .filter(|unused| !Source::granted_standalone(unused));
-        let of_store: SmallVec<[UnusedPermits; 4]> = of_store.copied().collect();
+        let of_store = self.0.take_back(key, unused);
         if !of_store.is_empty() {
             self.0.store.give_back(key, spec, &of_store);
         }
