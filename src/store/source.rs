@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::limit::UnusedPermits;
 
-/// The ledger that granted the permits of a [`Lease`](super::Lease), and whether the store replied.
+/// The ledger that granted the permits of a [`Lease`](super::Lease).
 ///
 /// Only the [fallback](super::FallbackStore) sets another value than `Store`. The source is a
 /// private field of the lease. A type around the lease would have to pass through every decorator
@@ -14,16 +14,10 @@ pub(crate) enum Source {
     /// The store granted the permits.
     #[default]
     Store,
-    /// The store did not reply. This process granted the permits of its fallback share, and knows
-    /// nothing else of the key.
+    /// The store did not reply. This process granted the permits of its fallback share. The lease
+    /// states nothing else about the key.
     Standalone {
         /// When this process granted them. Waits count from this moment.
-        granted_at: Instant,
-    },
-    /// The store replied, but this process granted the permits of its fallback share. All fields of
-    /// the lease besides the grants and the refusal are the store's.
-    StandaloneWithReply {
-        /// When this process granted the permits. Waits count from this moment.
         granted_at: Instant,
     },
 }
@@ -35,11 +29,6 @@ impl Source {
     /// Returns whether this process granted the permits itself.
     pub(crate) fn is_standalone(self) -> bool {
         !matches!(self, Source::Store)
-    }
-
-    /// Returns whether the store replied, so that the lease describes the store's state of the key.
-    pub(crate) fn has_reply(self) -> bool {
-        !matches!(self, Source::Standalone { .. })
     }
 
     /// Returns the incarnation of the granted permits. `of_store` is that of the store's state.

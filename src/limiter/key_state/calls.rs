@@ -188,7 +188,7 @@ impl KeyState {
         }
         let bounds = self.remember(ctx, &lease, call.sent, now);
         let precedes_release =
-            lease.source.has_reply() && self.hold_answered(ctx, lease.hold, call.sent, bounds);
+            !lease.source.is_standalone() && self.hold_answered(ctx, lease.hold, call.sent, bounds);
         Ok(TakenIn {
             lease,
             bounds,

@@ -114,23 +114,19 @@ impl StoreView {
         let has_changed_ledger = self.is_standalone != is_standalone;
         self.is_standalone = is_standalone;
         let mut has_lost_state = false;
-        if lease.source.has_reply() {
-            self.has_external_usage = lease.external_usage;
-            self.free = if is_standalone {
-                0
-            } else {
-                u32::try_from(lease.free).unwrap_or(u32::MAX)
-            };
-            has_lost_state = self.update_session(spec, lease, sent, now);
-        } else if let Some(session) = self.session_mut() {
-            session.count(lease, spec.quota().longest_memory(), now);
-        }
         let bounds = match lease.source {
-            Source::Store => self
-                .session()
-                .filter(|_| self.answers_later)
-                .map_or((sent, now), |session| session.bounds()),
-            Source::StandaloneWithReply { granted_at } | Source::Standalone { granted_at } => {
+            Source::Store => {
+                self.has_external_usage = lease.external_usage;
+                self.free = u32::try_from(lease.free).unwrap_or(u32::MAX);
+                has_lost_state = self.update_session(spec, lease, sent, now);
+                self.session()
+                    .filter(|_| self.answers_later)
+                    .map_or((sent, now), |session| session.bounds())
+            }
+            Source::Standalone { granted_at } => {
+                if let Some(session) = self.session_mut() {
+                    session.count(lease, spec.quota().longest_memory(), now);
+                }
                 (granted_at, granted_at)
             }
         };

@@ -70,8 +70,7 @@ async fn charge_idle_keys(inner: &Inner) -> usize {
 
 /// Charges the store for a key. Returns whether the store has replied.
 async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
-    let probed = inner.probe(&request).await;
-    if !probed.is_ok_and(|reply| reply.recovering.is_none()) {
+    if inner.probe(&request).await.is_err() {
         return false;
     }
     let charges = |history: &mut GrantHistory| history.take_charges(clock::now());

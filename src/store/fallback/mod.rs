@@ -142,7 +142,7 @@ impl Inner {
                     }
                     let ledger = history.standalone()?;
                     ledger.charge(&request.charges, now);
-                    Some(ledger.lease(request, now, None))
+                    Some(ledger.lease(request, now))
                 };
                 let lease = self.with_history(request.key, now, go_alone);
                 let lease = lease.ok().flatten();
@@ -160,10 +160,11 @@ impl Inner {
 
     /// Requests permits while the process has a ledger of its own.
     ///
-    /// 1. A call without demands finds out whether the store replies and has its state.
+    /// 1. A call without demands finds out whether the store replies.
     /// 2. If not, the ledger of the process grants.
     /// 3. Otherwise the ledger is dropped. The store gets the request of the limiter, and is charged
-    ///    with what the process used alone.
+    ///    with what the process used alone. If the store has lost its state, the request waits, as it does
+    ///    without an outage.
     async fn lease_alone(
         self: &Arc<Self>,
         mut request: OwnedLeaseRequest,
@@ -174,15 +175,12 @@ impl Inner {
             Err(error) if is_unreachable(&error) => None,
             Err(error) => return Err(error),
         };
-        let is_back = probed
-            .as_ref()
-            .is_some_and(|reply| reply.recovering.is_none());
         let now = clock::now();
         let decide = |history: &mut GrantHistory| {
             let ledger = history.standalone()?;
             ledger.charge(&charges, now);
-            if !is_back {
-                let lease = ledger.lease(&request, now, probed.as_ref());
+            if probed.is_none() {
+                let lease = ledger.lease(&request, now);
                 return Some(Decision::Alone(lease.map(Box::new)));
             }
             ledger.give_up_ahead(now);
@@ -219,7 +217,7 @@ impl Inner {
         self.on_reply(&request, reply)
     }
 
-    /// Calls the store without demands, to find out whether it replies and has its state.
+    /// Calls the store without demands, to find out whether it replies.
     async fn probe(&self, request: &OwnedLeaseRequest) -> Result<Lease, StoreError> {
         let probe = LeaseRequest {
             demands: &[],

@@ -101,13 +101,11 @@ impl StandaloneLedger {
         }))
     }
 
-    /// Decides about the demands of a request. What is granted is charged to the store later. `reply`
-    /// is the store's reply to the same call, if there is one.
+    /// Decides about the demands of a request. What is granted is charged to the store later.
     pub(super) fn lease(
         &mut self,
         request: &OwnedLeaseRequest,
         now: Instant,
-        reply: Option<&Lease>,
     ) -> Result<Lease, StoreError> {
         let at = clock::micros(now);
         let moment = self.ledger.advance(&self.spec, at);
@@ -137,7 +135,18 @@ impl StandaloneLedger {
         if demands.len() < request.demands.len() {
             lease.refused = lease.refused.or(Some(Refusal::NEVER));
         }
-        Ok(self.grant(lease, now, reply))
+        for grant in lease.grants.iter() {
+            self.owe(grant.unused(Source::STANDALONE_INCARNATION));
+        }
+        let Lease {
+            grants, refused, ..
+        } = lease;
+        Ok(Lease {
+            grants,
+            refused,
+            source: Source::Standalone { granted_at: now },
+            ..Lease::default()
+        })
     }
 
     /// Counts units that the process used without a permit. They are charged to the store later.
@@ -164,38 +173,6 @@ impl StandaloneLedger {
             .partition_point(|other| other.slot <= owed.slot);
         self.uncharged.insert(after, owed);
         self.merge();
-    }
-
-    /// Notes the permits of a lease, and states who has granted them.
-    fn grant(&mut self, lease: Lease, now: Instant, reply: Option<&Lease>) -> Lease {
-        for grant in lease.grants.iter() {
-            self.owe(grant.unused(Source::STANDALONE_INCARNATION));
-        }
-        let Lease {
-            grants, refused, ..
-        } = lease;
-        match reply {
-            Some(reply) => {
-                let source = Source::StandaloneWithReply { granted_at: now };
-                Lease {
-                    grants,
-                    refused,
-                    prefetched: None,
-                    recovering: None,
-                    source,
-                    ..reply.clone()
-                }
-            }
-            None => {
-                let source = Source::Standalone { granted_at: now };
-                Lease {
-                    grants,
-                    refused,
-                    source,
-                    ..Lease::default()
-                }
-            }
-        }
     }
 
     /// Returns what `read` returns of the ledger.
