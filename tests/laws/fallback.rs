@@ -755,3 +755,18 @@ async fn keys_at_rest_are_not_alone_after_an_outage() {
     sleep(ms(10_000)).await;
     assert_eq!(alone(), 0);
 }
+
+/// One call asks for a request above the share, and for one that the share allows later. The first is never allowed,
+/// whatever the other waits for.
+#[tokio::test(start_paused = true)]
+async fn request_above_the_share_has_no_wait_of_another() {
+    let store = Arc::<Shared>::default();
+    store.set_away(true);
+    let tenth = builder(Quota::per_minute(50), &store).fallback_share(0.1);
+    let limiter = tenth.build().unwrap().limiter();
+    let acquire = |cost| limiter.acquire(Key::ALL).cost(cost);
+    let (all, above, late) = tokio::join!(acquire(5), acquire(10), acquire(1));
+    drop(all.unwrap());
+    assert_eq!(above.unwrap_err().retry_after(), None);
+    assert!(late.unwrap_err().retry_after().unwrap() > ms(50_000));
+}

@@ -313,6 +313,33 @@ async fn charges_reach_the_store_after_an_outage() {
     assert_eq!(used(&other, Key::ALL).await, 30);
 }
 
+/// A process with a share refuses a request that costs more. Units that the same call charges are then charged by a
+/// later one.
+#[tokio::test(start_paused = true)]
+async fn charges_count_once_beside_requests_above_a_share() {
+    let store = Arc::new(Remote::default());
+    let quota = Quota::per_minute(100);
+    let limiter = RateLimitLayer::builder(quota)
+        .store(store.clone())
+        .on_store_error(OnStoreError::FallbackShare)
+        .fallback_share(0.2)
+        .settle_by_hand()
+        .build()
+        .unwrap()
+        .limiter();
+    let other = limiter_over(quota, store.shared.clone());
+    store.fails.store(true, Ordering::Relaxed);
+    let mut sent = begun(&limiter, Key::ALL, 10).await;
+    sent.settle(15);
+    for _ in 0..5 {
+        let above = limiter.acquire(Key::ALL).cost(30).await.unwrap_err();
+        assert!(above.to_string().contains("allows 20 at once"), "{above}");
+    }
+    store.fails.store(false, Ordering::Relaxed);
+    sleep(Duration::from_secs(10)).await;
+    assert_eq!(used(&other, Key::ALL).await, 15);
+}
+
 /// Requests behind the first have no slot when their time is over: the limit refuses them, not the
 /// store.
 #[tokio::test(start_paused = true)]

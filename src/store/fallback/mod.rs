@@ -140,9 +140,7 @@ impl Inner {
                         let ledger = history.start_standalone(request, now, self.share)?;
                         begun = Some(*ledger.spec.quota());
                     }
-                    let ledger = history.standalone()?;
-                    ledger.charge(&request.charges, now);
-                    Some(ledger.lease(request, now))
+                    Some(history.standalone()?.lease(request, now))
                 };
                 let lease = self.with_history(request.key, now, go_alone);
                 let lease = lease.ok().flatten();
@@ -169,7 +167,6 @@ impl Inner {
         self: &Arc<Self>,
         mut request: OwnedLeaseRequest,
     ) -> Result<Lease, StoreError> {
-        let charges = std::mem::take(&mut request.charges);
         let probed = match self.probe(&request).await {
             Ok(reply) => Some(reply),
             Err(error) if is_unreachable(&error) => None,
@@ -178,13 +175,13 @@ impl Inner {
         let now = clock::now();
         let decide = |history: &mut GrantHistory| {
             let ledger = history.standalone()?;
-            ledger.charge(&charges, now);
             if probed.is_none() {
                 let lease = ledger.lease(&request, now);
                 return Some(Decision::Alone(lease.map(Box::new)));
             }
-            ledger.give_up_ahead(now);
+            ledger.charge(&request.charges, now);
             let owed = history.take_charges(now);
+            // The permits whose slots lie ahead are given up.
             history.end_standalone();
             Some(Decision::Together(owed))
         };
@@ -200,10 +197,7 @@ impl Inner {
                 true
             }
             // Another call has ended it meanwhile.
-            None => {
-                request.charges = charges;
-                false
-            }
+            None => false,
         };
         if let Some(reply) = probed {
             request.follow(&reply, now);
@@ -224,6 +218,7 @@ impl Inner {
             prefetch: 0,
             remaining: None,
             returns: &[],
+            charges: &[],
             ..request.as_request()
         };
         self.store.lease(probe).arrives().await

@@ -101,38 +101,46 @@ impl StandaloneLedger {
         }))
     }
 
-    /// Decides about the demands of a request. What is granted is charged to the store later.
+    /// Counts the charges of a request, and decides about its demands. What is counted and granted is
+    /// charged to the store later.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::AboveShare`] if each demand costs more than the share. Then no charge is counted,
+    /// because the limiter repeats the charges of a call that failed.
     pub(super) fn lease(
         &mut self,
         request: &OwnedLeaseRequest,
         now: Instant,
     ) -> Result<Lease, StoreError> {
-        let at = clock::micros(now);
-        let moment = self.ledger.advance(&self.spec, at);
         let largest = self.spec.quota().largest_cost();
-        let demands: Vec<Demand> = request
-            .demands
-            .iter()
-            .copied()
-            .filter(|demand| demand.cost <= largest)
-            .collect();
-        if let (None, Some(demand)) = (demands.first(), request.demands.first()) {
+        let is_above = |demand: &Demand| demand.cost > largest;
+        if let Some(demand) = request.demands.first()
+            && request.demands.iter().all(is_above)
+        {
             return Err(StoreError::AboveShare {
                 cost: demand.cost,
                 share: largest,
             });
         }
+        self.charge(&request.charges, now);
+        let moment = self.ledger.advance(&self.spec, clock::micros(now));
+        // The first demand above the share is refused for good. The limiter asks again for those after it.
+        let fitting = request
+            .demands
+            .iter()
+            .take_while(|demand| !is_above(demand))
+            .count();
         let own = LeaseRequest {
             spec: &self.spec,
-            demands: &demands,
+            demands: &request.demands[..fitting],
             prefetch: 0,
             returns: &[],
-            // `charge` has counted them.
             charges: &[],
             ..request.as_request()
         };
         let mut lease = book(&mut self.ledger, moment, &own);
-        if demands.len() < request.demands.len() {
+        if fitting < request.demands.len() {
             lease.refused = lease.refused.or(Some(Refusal::NEVER));
         }
         for grant in lease.grants.iter() {
@@ -200,15 +208,6 @@ impl StandaloneLedger {
             units -= back;
         }
         self.uncharged.retain(|owed| owed.units > 0);
-    }
-
-    /// Gives up the permits whose slots lie ahead.
-    pub(super) fn give_up_ahead(&mut self, now: Instant) {
-        let now = clock::micros(now);
-        let due = self.uncharged.partition_point(|owed| owed.slot <= now);
-        for ahead in self.uncharged.drain(due..) {
-            self.ledger.take_back(ahead);
-        }
     }
 
     /// Returns whether there are permits that the store does not know of.
