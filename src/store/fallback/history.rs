@@ -16,6 +16,7 @@ use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
+use crate::store::memory::KeyLedger;
 use crate::store::{Lease, OwnedLeaseRequest, Source, StoreSession};
 
 /// How many parts a window has.
@@ -66,15 +67,11 @@ impl Evict for GrantHistory {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
-        let standalone = self
-            .standalone
-            .as_ref()
-            .map_or(0, |ledger| ledger.idle_from());
-        let last = self
-            .granted
-            .back()
-            .map_or(0, |part| self.local_time(part.last) + self.window);
-        Some(standalone.max(last))
+        let standalone = self.standalone.as_ref();
+        let standalone = standalone.and_then(|ledger| ledger.idle_from());
+        let last = self.granted.back();
+        let counts_until = last.map_or(0, |part| self.local_time(part.last) + self.window);
+        standalone.max(Some(counts_until))
     }
 }
 
@@ -249,12 +246,15 @@ impl GrantHistory {
         let counted = recently
             .map(|part| (self.local_time(part.last), part.units))
             .take_while(|(at, _)| *at <= now);
-        let mut ledger = Ledger::new(&longest, now);
-        for (at, units) in counted {
-            let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
-            ledger.charge(&longest, Charge::new(Duration::from_micros(age), units));
-        }
-        ledger.advance(&own, now);
+        let charge = |ledger: &mut Ledger, now: Micros| {
+            for (at, units) in counted {
+                let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
+                ledger.charge(&longest, Charge::new(Duration::from_micros(age), units));
+            }
+        };
+        let mut ledger = KeyLedger::new(Ledger::new(&longest, now));
+        ledger.with(&longest, now, charge);
+        ledger.with(&own, now, |_, _| ());
         Some(
             self.standalone
                 .insert(Box::new(StandaloneLedger::new(ledger, own, request, now))),
@@ -289,37 +289,75 @@ mod tests {
     use super::*;
     use crate::key::Key;
     use crate::quota::Quota;
-    use crate::store::{Grant, LeaseRequest, SetQuota};
+    use crate::store::{Demand, Grant, HoldState, LeaseRequest, SetQuota};
+
+    const SLACK: Duration = Duration::from_millis(10);
+
+    fn spec(quota: Quota) -> LimitSpec {
+        LimitSpec::new(quota, SLACK, SLACK)
+    }
+
+    /// Asks for one permit.
+    fn request(spec: &Arc<LimitSpec>) -> OwnedLeaseRequest {
+        OwnedLeaseRequest::new(&LeaseRequest::new(Key::ALL, spec, &[Demand::new(1, 1)]))
+    }
+
+    /// Returns a lease of some units at the beginning of a window of `spec`. The test ends long before the
+    /// window does.
+    fn lease(spec: &LimitSpec, units: u32, quota: Option<SetQuota>) -> Lease {
+        let window = micros_up(spec.quota().longest_memory() + spec.life() + SLACK);
+        let at = 1000 * window + window / 10;
+        let mut lease = Lease {
+            now: at,
+            set_quota: quota.map(Box::new),
+            ..Lease::default()
+        };
+        let mut grant = Grant::new(units, 1, Duration::ZERO, SLACK);
+        (grant.slot, grant.stamp) = (at, at + 20_000);
+        lease.grants.push(grant);
+        lease
+    }
+
+    fn share_of(ledger: Option<&mut StandaloneLedger>) -> Option<Quota> {
+        ledger.map(|ledger| *ledger.spec.quota())
+    }
 
     /// Fifty of a hundred units, and then five of twenty.
     #[test]
     fn grants_before_a_set_quota_are_no_share_of_it() {
-        let slack = Duration::from_millis(10);
-        let spec = |quota: Quota| LimitSpec::new(quota, slack, slack);
-        let (own, set) = (Quota::per_second(100), Quota::per_second(20));
-        let window = micros_up(own.longest_memory() + spec(own).life() + slack);
-        // The test ends long before the window does.
-        let at = 1000 * window + window / 10;
-        let lease = |units: u32, quota: Option<SetQuota>| {
-            let mut lease = Lease {
-                now: at,
-                set_quota: quota.map(Box::new),
-                ..Lease::default()
-            };
-            let mut grant = Grant::new(units, 1, Duration::ZERO, slack);
-            (grant.slot, grant.stamp) = (at, at + 20_000);
-            lease.grants.push(grant);
-            lease
-        };
+        let (own, set) = (spec(Quota::per_second(100)), Quota::per_second(20));
         let (mut history, now) = (GrantHistory::default(), clock::now());
-        history.record(&lease(50, None), &spec(own), now, now);
-        let told = SetQuota::new(1, Some(set), slack, slack);
-        history.record(&lease(5, Some(told)), &spec(own), now, now);
-        let informed = Arc::new(spec(set).with_quota_version(1, slack));
-        history.record(&lease(0, None), &informed, now, now);
-        let request = OwnedLeaseRequest::new(&LeaseRequest::new(Key::ALL, &informed, &[]));
-        let ledger = history.start_standalone(&request, now, None);
-        let share = *ledger.expect("it was granted units").spec.quota();
-        assert_eq!(share, set.part(5, 20));
+        history.record(&lease(&own, 50, None), &own, now, now);
+        let told = SetQuota::new(1, Some(set), SLACK, SLACK);
+        history.record(&lease(&own, 5, Some(told)), &own, now, now);
+        let informed = Arc::new(spec(set).with_quota_version(1, SLACK));
+        history.record(&lease(&own, 0, None), &informed, now, now);
+        let ledger = history.start_standalone(&request(&informed), now, None);
+        assert_eq!(share_of(ledger), Some(set.part(5, 20)));
+    }
+
+    /// Returns the ledger of a process with all of a quota.
+    fn standalone<'a>(
+        history: &'a mut GrantHistory,
+        request: &OwnedLeaseRequest,
+        now: Instant,
+    ) -> &'a mut StandaloneLedger {
+        let ledger = history.start_standalone(request, now, Share::new(1.0));
+        ledger.expect("it has a configured share")
+    }
+
+    #[test]
+    fn holds_end_while_the_machine_sleeps() {
+        let minute = Duration::from_secs(60);
+        let (mut history, now) = (GrantHistory::default(), clock::now());
+        let mut request = request(&Arc::new(spec(Quota::per_minute(10))));
+        let ledger = standalone(&mut history, &request, now);
+        request.hold = HoldState::new(minute, 0);
+        let held = ledger.lease(&request, now).unwrap();
+        assert!(held.refused.is_some());
+        clock::pretended::sleep(minute);
+        request.hold = HoldState::default();
+        let free = ledger.lease(&request, now).unwrap();
+        assert_eq!(free.refused, None);
     }
 }

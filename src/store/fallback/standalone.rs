@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_down, micros_up};
 use crate::rng::jittered;
-use crate::store::memory::book;
+use crate::store::memory::{KeyLedger, book};
 use crate::store::{
     ClientSession, Demand, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
 };
@@ -31,7 +32,7 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
 pub(super) struct StandaloneLedger {
     /// The limits of the share.
     pub(super) spec: Arc<LimitSpec>,
-    ledger: Ledger,
+    ledger: KeyLedger,
     /// Permits that the process granted itself and the store does not know of, in the order of
     /// their slots.
     uncharged: VecDeque<UnusedPermits>,
@@ -51,7 +52,7 @@ impl StandaloneLedger {
     /// Makes the ledger of a process whose share of the quota is `own`, after the store failed to
     /// reply to `request`. Recent use counts in `ledger`.
     pub(super) fn new(
-        ledger: Ledger,
+        ledger: KeyLedger,
         own: LimitSpec,
         request: &OwnedLeaseRequest,
         now: Micros,
@@ -69,12 +70,10 @@ impl StandaloneLedger {
     }
 
     /// Returns from when the ledger can be dropped.
-    pub(super) fn idle_from(&self) -> Micros {
-        self.ledger.fresh_from().max(
-            self.uncharged
-                .back()
-                .map_or(0, |owed| owed.slot + self.window),
-        )
+    pub(super) fn idle_from(&self) -> Option<Micros> {
+        let last = self.uncharged.back();
+        let counts_until = last.map_or(0, |owed| owed.slot + self.window);
+        self.ledger.idle_from().max(Some(counts_until))
     }
 
     /// Notes that the limiter requests permits, and knows `session` of the store.
@@ -124,7 +123,6 @@ impl StandaloneLedger {
             });
         }
         self.charge(&request.charges, now);
-        let moment = self.ledger.advance(&self.spec, clock::micros(now));
         // The first demand above the share is refused for good. The limiter asks again for those after it.
         let fitting = request
             .demands
@@ -139,16 +137,18 @@ impl StandaloneLedger {
             charges: &[],
             ..request.as_request()
         };
-        let mut lease = book(&mut self.ledger, moment, &own);
+        let book = |ledger: &mut Ledger, now| book(ledger, now, &own);
+        let Lease {
+            grants,
+            mut refused,
+            ..
+        } = self.ledger.with(&self.spec, clock::micros(now), book);
         if fitting < request.demands.len() {
-            lease.refused = lease.refused.or(Some(Refusal::NEVER));
+            refused = refused.or(Some(Refusal::NEVER));
         }
-        for grant in lease.grants.iter() {
+        for grant in grants.iter() {
             self.owe(grant.unused(Source::STANDALONE_INCARNATION));
         }
-        let Lease {
-            grants, refused, ..
-        } = lease;
         Ok(Lease {
             grants,
             refused,
@@ -160,10 +160,14 @@ impl StandaloneLedger {
     /// Counts units that the process used without a permit. They are charged to the store later.
     pub(super) fn charge(&mut self, charges: &[Charge], now: Instant) {
         let now = clock::micros(now);
-        self.ledger.advance(&self.spec, now);
+        let spec = &self.spec;
+        self.ledger.with(spec, now, |ledger, _| {
+            charges
+                .iter()
+                .for_each(|&charge| ledger.charge(spec, charge));
+        });
         let slack = micros_up(self.whole_spec.transit_slack());
-        for &charge in charges {
-            self.ledger.charge(&self.spec, charge);
+        for charge in charges {
             let slot = now.saturating_sub(micros_down(charge.age));
             self.owe(UnusedPermits {
                 slot,
@@ -189,14 +193,16 @@ impl StandaloneLedger {
         now: Instant,
         read: impl FnOnce(&mut Ledger, &LimitSpec, Micros) -> T,
     ) -> T {
-        let now = self.ledger.advance(&self.spec, clock::micros(now));
-        read(&mut self.ledger, &self.spec, now)
+        let spec = &self.spec;
+        self.ledger.with(spec, clock::micros(now), |ledger, now| {
+            read(ledger, spec, now)
+        })
     }
 
     /// Takes back unused permits that the process granted itself.
     pub(super) fn take_back(&mut self, unused: UnusedPermits, now: Micros) {
-        self.ledger.advance(&self.spec, now);
-        self.ledger.take_back(unused);
+        self.ledger
+            .with(&self.spec, now, |ledger, _| ledger.take_back(unused));
         let mut units = unused.units;
         for owed in self
             .uncharged

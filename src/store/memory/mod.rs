@@ -104,10 +104,7 @@ impl MemoryStore {
         make: impl FnOnce() -> Ledger,
         with: impl FnOnce(&mut KeyLedger) -> R,
     ) -> Result<R, StoreError> {
-        let make = || KeyLedger {
-            fresh_from: 0,
-            ledger: Box::new(make()),
-        };
+        let make = || KeyLedger::new(make());
         let entered = self.counts.enter(key, now, make, |_, _| (), with);
         entered.map_err(|full| self.full(full))
     }
@@ -182,9 +179,9 @@ impl std::fmt::Debug for MemoryStore {
     }
 }
 
-/// The ledger of a key.
+/// The ledger of a key, which follows the wall clock, and sleeps of the machine.
 #[derive(Clone)]
-struct KeyLedger {
+pub(super) struct KeyLedger {
     /// When the ledger can be dropped. A copy of a value of the ledger, so that a search for a
     /// ledger to drop reads no ledger.
     fresh_from: Micros,
@@ -192,6 +189,13 @@ struct KeyLedger {
 }
 
 impl KeyLedger {
+    pub(super) fn new(ledger: Ledger) -> Self {
+        KeyLedger {
+            fresh_from: 0,
+            ledger: Box::new(ledger),
+        }
+    }
+
     /// Moves the boundaries of fixed windows to the wall clock. A set quota may have some that `spec`
     /// does not have.
     fn align(&mut self, spec: &LimitSpec, now: Micros) {
@@ -202,7 +206,7 @@ impl KeyLedger {
     }
 
     /// Runs `with` on the ledger at `now`, under `spec`.
-    fn with<R>(
+    pub(super) fn with<R>(
         &mut self,
         spec: &LimitSpec,
         now: Micros,
