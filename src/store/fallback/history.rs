@@ -360,4 +360,20 @@ mod tests {
         let free = ledger.lease(&request, now).unwrap();
         assert_eq!(free.refused, None);
     }
+
+    /// An outage of some minutes.
+    #[test]
+    fn permits_that_count_no_more_are_forgotten() {
+        let (mut history, now) = (GrantHistory::default(), clock::now());
+        let request = request(&Arc::new(spec(Quota::per_second(100))));
+        let ledger = standalone(&mut history, &request, now);
+        let mut last = now;
+        for _ in 0..3000 {
+            last = clock::after(last, Duration::from_millis(60));
+            let lease = ledger.lease(&request, last).unwrap();
+            assert_eq!(lease.grants.len(), 1);
+        }
+        let owed = ledger.take_due(clock::micros(last));
+        assert!((20..500).contains(&owed.len()), "{}", owed.len());
+    }
 }

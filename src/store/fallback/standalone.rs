@@ -17,9 +17,9 @@ use crate::store::{
     ClientSession, Demand, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
 };
 
-/// The most entries of permits that the store does not know of, as far as merging can do that: with more, entries with
-/// close slots become one.
-const MOST_UNCHARGED: usize = 400;
+/// With so many entries of permits that the store does not know of, old ones are forgotten, and those with close slots
+/// become one.
+const MANY_UNCHARGED: usize = 400;
 
 /// Entries are merged if their slots lie in the same part of the longest window, which has this
 /// many parts.
@@ -36,6 +36,8 @@ pub(super) struct StandaloneLedger {
     /// Permits that the process granted itself and the store does not know of, in the order of
     /// their slots.
     uncharged: VecDeque<UnusedPermits>,
+    /// At this length, `uncharged` is shortened.
+    shorten_at: usize,
     /// The longest window, for which permits count.
     window: Micros,
     /// When the limiter last requested permits.
@@ -61,6 +63,7 @@ impl StandaloneLedger {
             spec: Arc::new(own),
             ledger,
             uncharged: VecDeque::new(),
+            shorten_at: MANY_UNCHARGED,
             window: micros_up(request.spec.quota().longest_memory()),
             requested_at: now,
             session: request.session,
@@ -137,17 +140,18 @@ impl StandaloneLedger {
             charges: &[],
             ..request.as_request()
         };
+        let at = clock::micros(now);
         let book = |ledger: &mut Ledger, now| book(ledger, now, &own);
         let Lease {
             grants,
             mut refused,
             ..
-        } = self.ledger.with(&self.spec, clock::micros(now), book);
+        } = self.ledger.with(&self.spec, at, book);
         if fitting < request.demands.len() {
             refused = refused.or(Some(Refusal::NEVER));
         }
         for grant in grants.iter() {
-            self.owe(grant.unused(Source::STANDALONE_INCARNATION));
+            self.owe(grant.unused(Source::STANDALONE_INCARNATION), at);
         }
         Ok(Lease {
             grants,
@@ -169,22 +173,23 @@ impl StandaloneLedger {
         let slack = micros_up(self.whole_spec.transit_slack());
         for charge in charges {
             let slot = now.saturating_sub(micros_down(charge.age));
-            self.owe(UnusedPermits {
-                slot,
-                stamp: slot + slack,
-                units: charge.units,
-                incarnation: Source::STANDALONE_INCARNATION,
-            });
+            let incarnation = Source::STANDALONE_INCARNATION;
+            self.owe(
+                UnusedPermits::new(slot, slot + slack, charge.units, incarnation),
+                now,
+            );
         }
     }
 
     /// Adds units that the store does not know of.
-    fn owe(&mut self, owed: UnusedPermits) {
+    fn owe(&mut self, owed: UnusedPermits, now: Micros) {
         let after = self
             .uncharged
             .partition_point(|other| other.slot <= owed.slot);
         self.uncharged.insert(after, owed);
-        self.merge();
+        if self.uncharged.len() >= self.shorten_at {
+            self.shorten_uncharged(now);
+        }
     }
 
     /// Returns what `read` returns of the ledger.
@@ -230,12 +235,11 @@ impl StandaloneLedger {
     /// Returns permits as charges in a few parts. Permits that are older than the longest window
     /// count no more.
     pub(super) fn charges(&self, owed: &[UnusedPermits], now: Micros) -> Vec<Charge> {
-        let slack = micros_up(self.whole_spec.transit_slack());
         let width = self.window / Charge::MOST as u64 + 1;
         let mut charges: Vec<Charge> = Vec::new();
         let mut part = None;
         for owed in owed {
-            let age = now.saturating_sub(owed.stamp.saturating_sub(slack));
+            let age = self.age(owed, now);
             if age >= self.window {
                 continue;
             }
@@ -259,13 +263,19 @@ impl StandaloneLedger {
         charges
     }
 
-    /// Merges entries with close slots. A merged entry has the slot of its last part.
-    fn merge(&mut self) {
-        if self.uncharged.len() <= MOST_UNCHARGED {
-            return;
-        }
+    /// Returns how long ago permits were used, at least.
+    fn age(&self, owed: &UnusedPermits, now: Micros) -> Micros {
+        let slack = micros_up(self.whole_spec.transit_slack());
+        now.saturating_sub(owed.stamp.saturating_sub(slack))
+    }
+
+    /// Forgets the entries that count no more, and merges those with close slots. A merged entry has the slot of
+    /// its last part.
+    fn shorten_uncharged(&mut self, now: Micros) {
         let near = (self.window / PARTS).max(1);
-        let mut merged = Vec::from(mem::take(&mut self.uncharged));
+        let uncharged = mem::take(&mut self.uncharged).into_iter();
+        let counting = uncharged.filter(|owed| self.age(owed, now) < self.window);
+        let mut merged: Vec<_> = counting.collect();
         merged.dedup_by(|owed, last| {
             let is_near = owed.slot / near == last.slot / near;
             if is_near {
@@ -275,5 +285,7 @@ impl StandaloneLedger {
             is_near
         });
         self.uncharged = merged.into();
+        // Many entries may lie far ahead and far apart. A visit to all of them for each new one would be slow.
+        self.shorten_at = MANY_UNCHARGED.max(2 * self.uncharged.len());
     }
 }
