@@ -12,15 +12,12 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::Share;
-use super::standalone::StandaloneLedger;
+use super::standalone::{PARTS, StandaloneLedger};
 use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::store::memory::KeyLedger;
 use crate::store::{Lease, OwnedLeaseRequest, Source, StoreSession};
-
-/// How many parts a window has.
-const PARTS: u64 = 20;
 
 /// Within this span all processes that call the store find out that it cannot be reached. The share
 /// is the least of the windows in it.

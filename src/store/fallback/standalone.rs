@@ -21,9 +21,8 @@ use crate::store::{
 /// become one.
 const MANY_UNCHARGED: usize = 400;
 
-/// Entries are merged if their slots lie in the same part of the longest window, which has this
-/// many parts.
-const PARTS: u64 = 20;
+/// How many parts a window has. Units whose slots lie in the same part may be kept as one entry.
+pub(super) const PARTS: u64 = 20;
 
 /// How long the task waits between two calls for an idle key while the store fails. Jittered.
 const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
