@@ -534,8 +534,9 @@ impl RateLimitBuilder {
     }
 
     /// Sets the fraction of the limit that this process may use while the store is unreachable. It
-    /// applies only if the store granted the process nothing in the last windows before. Only with
-    /// [`OnStoreError::FallbackShare`]. Default: none, and such a process sends nothing.
+    /// applies only if the store granted the process nothing in one of the last windows before, or if the process has
+    /// not seen a whole window yet. Only with [`OnStoreError::FallbackShare`]. Default: none, and such a process sends
+    /// nothing.
     ///
     /// The fraction is above 0 and at most 1. A good value is one divided by the number of
     /// processes. If the fraction of the limit is less than one unit, the process may use one unit

@@ -95,7 +95,7 @@ pub enum OnStoreError {
     ///
     /// The share is the smallest number of units that the store granted to this process in one of
     /// the last windows. So the shares of all processes together do not exceed the limit. A process
-    /// without grants has the share that
+    /// without grants, or one that is new, has the share that
     /// [`fallback_share`](crate::RateLimitBuilder::fallback_share) sets. Without that setting, its
     /// requests are refused, as with `FailClosed`.
     ///

@@ -45,6 +45,8 @@ pub(super) struct GrantHistory {
     version: u32,
     /// The first window that was observed in full.
     first: u64,
+    /// Whether `first` follows a change of the quota. Then all processes began anew in the window before it.
+    follows_change: bool,
     /// The process's own ledger. Set from the first failed call until the limit is shared again.
     standalone: Option<Box<StandaloneLedger>>,
     /// The share during the last outage.
@@ -133,6 +135,7 @@ impl GrantHistory {
         let version = told.map_or(spec.quota_version(), |quota| quota.version);
         if self.window != window || self.version != version {
             self.granted.clear();
+            self.follows_change = self.session.is_some();
             (self.window, self.version) = (window, version);
             self.first = lease.now / (self.width() * PARTS) + 1;
         }
@@ -201,8 +204,9 @@ impl GrantHistory {
     /// Makes a ledger of the process's share, after the store failed to reply to `request`. Returns
     /// `None` if the process has no share.
     ///
-    /// The share is what the process was granted in the last windows before the request. If it was
-    /// granted nothing, the share is that of the last outage, else `configured`.
+    /// The share is what the process was granted in the last windows before the request. If no window was
+    /// observed in full, the share is that of the last outage. If there is none, or if the process was
+    /// granted nothing, the share is `configured`.
     pub(super) fn start_standalone(
         &mut self,
         request: &OwnedLeaseRequest,
@@ -220,7 +224,7 @@ impl GrantHistory {
         let moment = self.store_time(clock::micros(*sent));
         let share = match (self.least_granted(moment), self.last_share) {
             (None, Some(last)) => last,
-            (units, _) => match units.unwrap_or_else(|| self.granted_lately(moment)) {
+            (units, _) => match units.unwrap_or_else(|| self.granted_since_change(moment)) {
                 0 => configured?,
                 units => Share {
                     part: units.min(all),
@@ -265,9 +269,15 @@ impl GrantHistory {
         before.map(|window| self.granted_in(window)).min()
     }
 
-    /// Returns the units of the window that a moment of the store's time lies in.
-    fn granted_lately(&self, moment: Micros) -> u64 {
-        self.granted_in(moment / (self.width() * PARTS))
+    /// Returns the units of the window that a moment of the store's time lies in, if all processes began
+    /// anew with it. Otherwise 0: those of a process that has just begun were a part of what others were
+    /// granted before.
+    fn granted_since_change(&self, moment: Micros) -> u64 {
+        if self.follows_change {
+            self.granted_in(moment / (self.width() * PARTS))
+        } else {
+            0
+        }
     }
 
     /// Returns the units of the window with this number.
@@ -331,6 +341,19 @@ mod tests {
         history.record(&lease(&own, 0, None), &informed, now, now);
         let ledger = history.start_standalone(&request(&informed), now, None);
         assert_eq!(share_of(ledger), Some(set.part(5, 20)));
+    }
+
+    /// What the store granted to a process that has just begun is a part of what others were granted before.
+    #[test]
+    fn new_process_has_its_configured_share_only() {
+        let quota = Quota::per_second(100);
+        let own = Arc::new(spec(quota));
+        let (mut history, now) = (GrantHistory::default(), clock::now());
+        history.record(&lease(&own, 40, None), &own, now, now);
+        let request = request(&own);
+        assert!(history.start_standalone(&request, now, None).is_none());
+        let ledger = history.start_standalone(&request, now, Share::new(0.25));
+        assert_eq!(share_of(ledger), Some(quota.part(1, 4)));
     }
 
     /// Returns the ledger of a process with all of a quota.

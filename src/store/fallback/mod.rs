@@ -51,7 +51,7 @@ pub(crate) struct FallbackStore(Arc<Inner>);
 
 struct Inner {
     store: Arc<dyn Store>,
-    /// The share of a process that the store granted nothing lately. `None` if such a process gets
+    /// The share of a process that is new, or that the store granted nothing lately. `None` if such a process gets
     /// no share.
     share: Option<Share>,
     histories: KeyMap<GrantHistory>,
