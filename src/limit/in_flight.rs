@@ -28,7 +28,7 @@
 
 use std::collections::VecDeque;
 
-use super::Micros;
+use super::{Claim, Micros, micros_up};
 
 /// The in-flight slots of one key.
 #[derive(Debug, Default)]
@@ -79,29 +79,6 @@ struct Batch {
 /// bounded.
 const MOST_BATCHES: usize = 250;
 
-/// The claim of a holder.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HolderClaim {
-    /// The number of the holder.
-    pub(crate) id: u64,
-    /// The number of the claim, which grows with each claim of the holder.
-    pub(crate) number: u64,
-    /// The limit that the holder states.
-    pub(crate) limit: u32,
-    /// The class of the holder's requests. 0 for those of no class with a share.
-    pub(crate) class: u32,
-    /// The percentage of the limit that the class has. 0 if the limit is not divided.
-    pub(crate) share: u8,
-    /// Slots that the holder uses.
-    pub(crate) in_use: u32,
-    /// How many more slots the holder wants.
-    pub(crate) wanted: u32,
-    /// Slots that the holder was ever granted, as far as it knows.
-    pub(crate) granted_seen: u64,
-    /// How long the claim is valid.
-    pub(crate) ttl: Micros,
-}
-
 /// The slots of a holder: the reply to its claim, or an event after the claim of another holder.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HolderUpdate {
@@ -124,14 +101,17 @@ impl InFlightSlots {
     pub(crate) fn claim(
         &mut self,
         now: Micros,
-        claim: HolderClaim,
+        claim: Claim,
         mut notify: impl FnMut(HolderUpdate),
     ) {
         self.forget(now);
-        let index = self.holders.iter().position(|holder| holder.id == claim.id);
+        let index = self
+            .holders
+            .iter()
+            .position(|holder| holder.id == claim.holder);
         let index = index.unwrap_or_else(|| {
             self.holders.push(HolderSlots {
-                id: claim.id,
+                id: claim.holder,
                 granted: claim.granted_seen,
                 ..HolderSlots::default()
             });
@@ -147,7 +127,7 @@ impl InFlightSlots {
         for holder in &mut *holders {
             let others_wait = is_over || queue.iter().any(|batch| batch.holder != holder.id);
             let must_return_slots = others_wait && !holder.knows_others_wait && holder.taken > 0;
-            if holder.id == claim.id || holder.has_new_slots || must_return_slots {
+            if holder.id == claim.holder || holder.has_new_slots || must_return_slots {
                 holder.knows_others_wait = others_wait;
                 holder.has_new_slots = false;
                 notify(HolderUpdate {
@@ -194,7 +174,7 @@ impl InFlightSlots {
     }
 
     /// Replaces the claim of the holder at `index`.
-    fn take_in(&mut self, now: Micros, claim: HolderClaim, index: usize) {
+    fn take_in(&mut self, now: Micros, claim: Claim, index: usize) {
         let holder = &mut self.holders[index];
         // The holder did not know of these slots when it sent the claim. They go to the waiters
         // that the claim states. If there are more slots than waiters, the others are free again.
@@ -207,13 +187,16 @@ impl InFlightSlots {
         holder.number = claim.number;
         holder.granted = claim.granted_seen + u64::from(kept);
         // A holder that leaves, because it neither uses a slot nor waits, keeps no slot from others.
-        let leaves = claim.in_use == 0 && claim.wanted == 0;
-        holder.limit = if leaves { u32::MAX } else { claim.limit };
+        holder.limit = if claim.is_over() {
+            u32::MAX
+        } else {
+            claim.limit
+        };
         holder.class = claim.class;
         holder.share = claim.share;
         holder.taken = claim.in_use.saturating_add(kept);
-        holder.until = now.saturating_add(claim.ttl);
-        self.set_waiters(claim.id, claim.wanted - kept);
+        holder.until = now.saturating_add(micros_up(claim.ttl));
+        self.set_waiters(claim.holder, claim.wanted - kept);
     }
 
     /// Sets the number of waiters of `holder` to `count`. New waiters join the end of the queue. If
@@ -317,10 +300,12 @@ fn taken<'a>(holders: impl Iterator<Item = &'a HolderSlots>) -> u32 {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
+    use std::time::Duration;
 
     use proptest::prelude::*;
 
     use super::*;
+    use crate::key::Key;
 
     /// Holders whose claims arrive at once and are never lost, and each waiter for itself.
     struct World {
@@ -392,16 +377,15 @@ mod tests {
         fn claim(&mut self, holder: usize) -> Result<(), TestCaseError> {
             self.number += 1;
             let (class, share) = self.classes[holder];
-            let claim = HolderClaim {
-                id: holder as u64,
-                number: self.number,
+            let claim = Claim {
                 limit: self.limit,
                 class,
                 share,
                 in_use: self.in_use[holder],
                 wanted: self.wanted(holder),
                 granted_seen: self.granted[holder],
-                ttl: 1000,
+                ttl: Duration::from_millis(1),
+                ..Claim::new(Key::ALL, holder as u64, self.number)
             };
             let mut updates = Vec::new();
             self.slots.claim(0, claim, |update| updates.push(update));
@@ -464,16 +448,12 @@ mod tests {
     fn the_limit_of_a_holder_that_leaves_is_forgotten() {
         let mut slots = InFlightSlots::default();
         let mut claim = |id, number, limit, in_use, wanted| {
-            let claim = HolderClaim {
-                id,
-                number,
+            let claim = Claim {
                 limit,
-                class: 0,
-                share: 0,
                 in_use,
                 wanted,
-                granted_seen: 0,
-                ttl: 1000,
+                ttl: Duration::from_millis(1),
+                ..Claim::new(Key::ALL, id, number)
             };
             let mut granted = BTreeMap::new();
             slots.claim(0, claim, |update| {

@@ -30,6 +30,7 @@ mod algorithm;
 mod booking;
 mod bucket;
 mod charge;
+mod claim;
 mod external;
 mod fixed;
 mod hold;
@@ -53,8 +54,9 @@ mod window_sweep;
 
 pub(crate) use booking::{Booking, TooLate};
 pub use charge::Charge;
+pub use claim::Claim;
 pub(crate) use hold::StoredHold;
-pub(crate) use in_flight::{HolderClaim, HolderUpdate, InFlightSlots};
+pub(crate) use in_flight::{HolderUpdate, InFlightSlots};
 pub(crate) use ledger::{Ledger, Order, QuotaChange};
 pub use lending::Lending;
 pub(crate) use limit_set::STATED_AHEAD;

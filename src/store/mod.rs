@@ -75,13 +75,13 @@ pub(crate) fn trust(longest_window: Duration) -> Duration {
 mod custom {
     pub use super::change::{Change, InForce};
     pub use super::hold::HoldState;
-    pub use super::in_flight::{Claim, StoreEvent, StoreListener};
+    pub use super::in_flight::{StoreEvent, StoreListener};
     pub use super::interface::{Background, Store, StoreReply, Task};
     pub use super::lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
     pub use super::register::{Recipients, Register, RegisterRequest};
     pub use super::usage::{PeekRequest, Usage};
     pub use crate::key::label::Label;
     pub use crate::limit::{
-        ChangeKind, Charge, Lending, LimitSpec, SetQuota, UnusedPermits, UpstreamRemaining,
+        ChangeKind, Charge, Claim, Lending, LimitSpec, SetQuota, UnusedPermits, UpstreamRemaining,
     };
 }

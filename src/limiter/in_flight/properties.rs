@@ -136,7 +136,6 @@ impl World {
     }
 
     fn arrive(&mut self, claim: Claim) {
-        let claimed = claim.of_holder(TTL);
         if let Some(process) = self
             .processes
             .iter_mut()
@@ -149,7 +148,7 @@ impl World {
             self.slots = InFlightSlots::default();
         }
         let processes = &mut self.processes;
-        self.slots.claim(self.now, claimed, |update| {
+        self.slots.claim(self.now, claim, |update| {
             if let Some(process) = processes
                 .iter_mut()
                 .find(|process| process.calls.holder() == update.id)

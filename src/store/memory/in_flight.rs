@@ -1,6 +1,7 @@
 //! The calls in flight of one key, with the listeners to notify.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::key_map::Evict;
 use crate::limit::{HolderUpdate, InFlightSlots, Micros};
@@ -38,7 +39,10 @@ impl InFlightState {
             self.listeners.push((claim.holder, listener.clone()));
         }
         // Claims within one process do not expire: a holder always states that it leaves.
-        let claimed = claim.of_holder(Micros::MAX);
+        let claimed = Claim {
+            ttl: Duration::MAX,
+            ..*claim
+        };
         let InFlightState { slots, listeners } = self;
         let mut events = Vec::new();
         slots.claim(
