@@ -8,8 +8,8 @@
 //! around anew. That was right, took 700 lines on each way of a request, and counted a unit of the outer limit for
 //! each call that a service between the layers made.
 //!
-//! An outer permit that has expired, as each has after 50 ms, protects nothing any more. What the inner service does then
-//! is a request of its own: it passes.
+//! An outer permit that has expired protects nothing any more. What the inner service does then is a request of its own: it
+//! passes.
 //!
 //! A call inside of a call of the *same* limiter is another request, such as one that refreshes a token. If calls in
 //! flight are limited, the outer call has a slot until the inner one ends. So the inner one takes a slot that is free,

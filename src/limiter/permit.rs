@@ -27,8 +27,9 @@ impl Permit {
         Permit(taken.may_have_left())
     }
 
-    /// Returns the moment by which the request must have left, 10 to 50 ms after its slot. `None`
-    /// if the request costs nothing, or if rates are not limited.
+    /// Returns the moment by which the request must have left, 10 to 50 ms after its slot. That of a permit that was at
+    /// hand, or of a slow store, may be up to a twentieth of the shortest window after it. `None` if the request costs
+    /// nothing, or if rates are not limited.
     ///
     /// If the permit is used later, the upstream may see more requests than its limit allows. Give
     /// the permit back and acquire another one.
@@ -48,8 +49,8 @@ impl Permit {
 
     /// States that the request is sent now.
     ///
-    /// Call it just before the request is sent: a permit is valid for 10 to 50 ms, and the upstream may see more
-    /// requests than its limit allows if they leave later.
+    /// Call it just before the request is sent: a permit is valid until its [`deadline`](Permit::deadline), and the
+    /// upstream may see more requests than its limit allows if they leave later. A hold that began since does not stop it.
     ///
     /// # Errors
     ///
