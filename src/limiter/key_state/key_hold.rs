@@ -151,19 +151,20 @@ impl HoldDetails {
         self.used_up = None;
     }
 
-    /// Takes in a release, when the key was on hold for `before`. An operator ends the suspicion. That a request was accepted
-    /// is a release, too, which arrives when the hold is over or nearly so.
-    fn released(
-        &mut self,
-        source: HoldSource,
-        before: Option<Duration>,
-        was_probing: bool,
-        now: Instant,
-    ) {
+    /// Returns whether a release may follow from an accepted request: the hold is over and its probe out, or it ends soon.
+    fn is_nearly_over(&self, now: Instant) -> bool {
+        match self.hold.left(now) {
+            Some(left) => left < SEND_AGAIN,
+            None => self.hold.is_cut(),
+        }
+    }
+
+    /// Takes in a release of a hold that `was_nearly_over`. An operator ends the suspicion. That a request was accepted is a
+    /// release, too, which arrives when the hold is over or nearly so.
+    fn released(&mut self, source: HoldSource, was_nearly_over: bool, now: Instant) {
         let lately = self.accepted_at;
         let lately = lately.filter(|(at, _)| clock::after(*at, SEND_AGAIN) > now);
-        let is_nearly_over = before.is_some_and(|left| left < SEND_AGAIN);
-        let may_be_accepted = was_probing || is_nearly_over || lately.is_some();
+        let may_be_accepted = was_nearly_over || lately.is_some();
         if source == HoldSource::Seen || !may_be_accepted {
             self.suspicion = None;
         } else if lately.is_none_or(|(_, by)| by == AcceptedBy::Another)
@@ -280,12 +281,11 @@ impl KeyHold {
     /// Returns whether the hold changed.
     pub(super) fn adopt(&mut self, held: HoldState, source: HoldSource, now: Instant) -> bool {
         let details = self.details(now);
-        let before = details.hold.left(now);
-        let was_probing = before.is_none() && details.hold.is_cut();
+        let was_nearly_over = details.is_nearly_over(now);
         let is_changed = details.hold.adopt(held, source, now);
         if is_changed && held.remaining.is_zero() {
             details.forget_stated_wait();
-            details.released(source, before, was_probing, now);
+            details.released(source, was_nearly_over, now);
         } else if is_changed && source == HoldSource::Published {
             // It may follow from a refusal. Of its own refusals this process knows the kinds.
             details.suspect(now);
@@ -312,14 +312,13 @@ impl KeyHold {
         }
         let details = self.details(sent);
         let (releases, is_known) = (details.hold.releases(), details.hold.knows_releases());
-        let before = details.hold.left(sent);
-        let was_probing = before.is_none() && details.hold.is_cut();
+        let was_nearly_over = details.is_nearly_over(sent);
         let precedes_release = details.hold.answered(held, sent, bounds);
         if details.hold.releases() > releases {
             details.forget_stated_wait();
             // The first answer may state releases from before the hold.
             if is_known {
-                details.released(HoldSource::Published, before, was_probing, bounds.1);
+                details.released(HoldSource::Published, was_nearly_over, bounds.1);
             }
         }
         precedes_release
