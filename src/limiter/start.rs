@@ -75,6 +75,6 @@ pub(crate) fn slow(
             core.refused(entry.key, &limited);
             Admission::No(limited)
         }
-        Poll::Pending => Admission::Wait(Wait::begin(request, deadline, now, label())),
+        Poll::Pending => Admission::Wait(Wait::begin(request, now, label())),
     }
 }

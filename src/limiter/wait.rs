@@ -29,8 +29,6 @@ use crate::store::Refusal;
 #[derive(Debug)]
 pub(crate) struct Wait {
     request: Request,
-    /// When the caller wants the request to be sent at the latest, also if `max_wait` ends earlier.
-    deadline: Option<Instant>,
     open: OpenRequest<Core>,
     /// The same at the limiters of its other keys, whose drains wait for it and end its wait, too. It does not count there.
     beside: Vec<OpenRequest<Core>>,
@@ -72,12 +70,7 @@ pub(super) fn error_of(
 
 impl Wait {
     /// Begins the wait of a request, which has entered at `since`.
-    pub(super) fn begin(
-        request: Request,
-        deadline: Option<Instant>,
-        since: Instant,
-        label: Label,
-    ) -> Box<Self> {
+    pub(super) fn begin(request: Request, since: Instant, label: Label) -> Box<Self> {
         let Part { core, key, .. } = &request.parts()[0];
         let others = request.parts()[1..].iter();
         let others = others.filter(|part| !part.core.settings.is_further_unit);
@@ -91,7 +84,6 @@ impl Wait {
         let open = OpenRequest::begin(core.clone(), *key, since, &label, queued, span);
         Box::new(Wait {
             request,
-            deadline,
             open,
             beside,
             since,
@@ -109,7 +101,7 @@ impl Wait {
     /// If the deadline of the request has passed. Then the wait has ended.
     pub(crate) fn leave(&mut self, taken: Taken) -> Result<Option<Taken>, Limited> {
         let now = clock::now();
-        if self.deadline.is_some_and(|deadline| deadline < now) {
+        if self.request.bound().has_passed(now) {
             return Err(self.refuse(Reason::Deadline));
         }
         let is_expired = taken.deadline().is_some_and(|until| until <= now);

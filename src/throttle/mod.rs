@@ -403,7 +403,7 @@ impl Throttle {
             return self.refuse(key, Reason::Deadline, label(), Refusal::NEVER, now);
         }
         let arrival = self.core.open(key, now, |waiters, wakers| {
-            let arrival = waiters.arrived(kind, bound.latest, max_queue, now, wakers);
+            let arrival = waiters.arrived(kind, bound, max_queue, now, wakers);
             if let Arrival::Leaves(_) = arrival {
                 waiters.counts.pass(1);
             }

@@ -222,7 +222,7 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         now: Instant,
     ) -> Option<Limited> {
-        self.end(signal, status, None, now).err()
+        self.end(signal, status, false, now).err()
     }
 
     /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. If the upstream refused the request, and it
@@ -237,15 +237,14 @@ impl ThrottlePermit {
         status: Option<StatusCode>,
         now: Instant,
     ) -> Result<Option<Box<PaceWait>>, Limited> {
-        let latest = self.request.bound.latest;
-        self.end(signal, status, Some(latest), now)
+        self.end(signal, status, true, now)
     }
 
     fn end(
         &mut self,
         signal: &Signal,
         status: Option<StatusCode>,
-        back_until: Option<Instant>,
+        may_be_back: bool,
         now: Instant,
     ) -> Result<Option<Box<PaceWait>>, Limited> {
         let key = self.key();
@@ -268,7 +267,8 @@ impl ThrottlePermit {
             signal,
             kind: self.request.entry.kind,
             max_hold: core.settings.max_hold,
-            back_until: back_until.filter(|_| !core.tally().is_draining()),
+            back_within: Some(self.request.bound)
+                .filter(|_| may_be_back && !core.tally().is_draining()),
             was_refused: waited.is_some_and(|waited| waited.refused.is_some()),
         };
         let ended = self
@@ -374,7 +374,7 @@ impl PaceWait {
     pub(crate) fn leave(&mut self, mut turn: Turn) -> Result<Option<ThrottlePermit>, Limited> {
         let now = clock::now();
         let PacedRequest { core, entry, bound } = &self.request;
-        if entry.deadline.is_some_and(|deadline| deadline < now) {
+        if bound.has_passed(now) {
             drop(turn);
             return Err(self.refuse(Reason::Deadline, Refusal::NEVER, now));
         }
@@ -391,7 +391,7 @@ impl PaceWait {
         self.number = Some(flight.number);
         self.waited.turns += 1;
         self.request
-            .not_sent(|waiters, wakers| waiters.wait_again(flight, bound.latest, now, wakers));
+            .not_sent(|waiters, wakers| waiters.wait_again(flight, *bound, now, wakers));
         Ok(None)
     }
 

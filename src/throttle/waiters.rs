@@ -23,7 +23,7 @@ use crate::limiter::Held;
 use crate::signal::Signal;
 use crate::stats::{Cause, KeyCounts};
 use crate::store::{Refusal, Register};
-use crate::wait_queue::{Left, Number, WaitBound, WaitQueue, answer_by};
+use crate::wait_queue::{Left, Number, WaitBound, WaitQueue};
 use crate::wakers::Wakers;
 
 /// How long the pace of an idle key is worth keeping.
@@ -90,8 +90,8 @@ pub(super) struct TurnAnswer<'a> {
     pub(super) kind: Option<Key>,
     /// The longest hold of a kind.
     pub(super) max_hold: Duration,
-    /// Until when the request can wait to be sent again, if it was refused.
-    pub(super) back_until: Option<Instant>,
+    /// How long the request can wait to be sent again, if it was refused and may be.
+    pub(super) back_within: Option<WaitBound>,
     /// Whether it was refused before: then it gives up its place, for others may be accepted.
     pub(super) was_refused: bool,
 }
@@ -144,18 +144,18 @@ impl Waiters {
         }
     }
 
-    /// Admits or queues a request that arrives now and can wait until `latest`, unless `max_queue`
+    /// Admits or queues a request that arrives now and can wait within `bound`, unless `max_queue`
     /// others wait. Its `kind` is known if a refusal has begun a suspicion.
     pub(super) fn arrived(
         &mut self,
         kind: Option<Key>,
-        latest: Instant,
+        bound: WaitBound,
         max_queue: usize,
         now: Instant,
         wakers: &mut Wakers,
     ) -> Arrival {
         self.last_used = now;
-        if let Some(late) = self.held_beyond(latest, now) {
+        if let Some(late) = self.held_beyond(bound.latest, now) {
             return Arrival::TooLate(late);
         }
         if let (Some(kinds), Some(kind)) = (&mut self.kinds, kind)
@@ -173,7 +173,7 @@ impl Waiters {
             // No other request waits, so the flight is this request's.
             return Arrival::Leaves(flight);
         }
-        self.wait(number, latest, now);
+        self.wait(number, bound, now);
         self.grant_due(now, wakers);
         if let Some(flight) = self.waits.collect(number) {
             return Arrival::Leaves(flight);
@@ -189,8 +189,8 @@ impl Waiters {
         Arrival::Waits(number)
     }
 
-    fn wait(&mut self, number: Number, latest: Instant, now: Instant) {
-        let answer_by = answer_by(latest, now);
+    fn wait(&mut self, number: Number, bound: WaitBound, now: Instant) {
+        let (latest, answer_by) = (bound.latest, bound.answered_by(now));
         self.waits
             .enter(number, TurnWait { latest, answer_by }, latest);
     }
@@ -270,15 +270,15 @@ impl Waiters {
         let refused = self.queue.answered(flight, answer.signal, now);
         let held_until = self.queue.held_until();
         let mut back = None;
-        if let (Some(refused), Some(latest)) = (refused, answer.back_until)
-            && latest > now
-            && self.held_beyond(latest, now).is_none()
+        if let (Some(refused), Some(bound)) = (refused, answer.back_within)
+            && bound.latest > now
+            && self.held_beyond(bound.latest, now).is_none()
         {
             match answer.was_refused {
                 true => number = self.queue.back_behind(refused, now),
                 false => self.queue.back(refused, now),
             }
-            self.wait(number, latest, now);
+            self.wait(number, bound, now);
             back = Some(number);
         }
         if let (Some(kinds), Some(until)) = (&mut self.kinds, held_until) {
@@ -341,17 +341,17 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
-    /// Lets a request whose turn had come, but which was not sent, wait in its old place until `latest`.
+    /// Lets a request whose turn had come, but which was not sent, wait in its old place within `bound`.
     pub(super) fn wait_again(
         &mut self,
         flight: Flight,
-        latest: Instant,
+        bound: WaitBound,
         now: Instant,
         wakers: &mut Wakers,
     ) {
         let number = flight.number;
         self.queue.wait_again(flight, now);
-        self.wait(number, latest, now);
+        self.wait(number, bound, now);
         self.grant_due(now, wakers);
     }
 

@@ -6,7 +6,7 @@ use crate::blocking;
 use crate::clock;
 use crate::error::Reason;
 
-use super::{ANSWER, answer_by};
+use super::ANSWER;
 
 /// How long a request can wait for a slot: until its deadline, and for `max_wait`.
 #[derive(Clone, Copy, Debug)]
@@ -40,15 +40,24 @@ impl WaitBound {
         } else {
             max_wait
         };
-        let cap = |moment| deadline.map_or(moment, |deadline| deadline.min(moment));
-        WaitBound {
-            latest: cap(clock::after(now, longest)),
-            patient_until: cap(clock::after(now, max_wait)),
+        let bound = WaitBound {
+            latest: clock::after(now, longest),
+            patient_until: clock::after(now, max_wait),
             longest,
             deadline,
             is_none: max_wait.is_zero(),
             is_nested: false,
+        };
+        WaitBound {
+            latest: bound.cap(bound.latest),
+            patient_until: bound.cap(bound.patient_until),
+            ..bound
         }
+    }
+
+    /// Returns whether the deadline has passed, so that the request may not be sent any more.
+    pub(crate) fn has_passed(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|deadline| deadline < now)
     }
 
     /// Returns whether the deadline decides for how long the request waits for its slot. Otherwise `max_wait` does.
@@ -63,10 +72,13 @@ impl WaitBound {
         self.cap(self.latest.max(clock::after(now, ANSWER)))
     }
 
-    /// Returns until when the request waits for what has no known moment. If it can wait for nothing, it waits for the answer
-    /// of a store: see [`answer_by`].
+    /// Returns until when the request waits for what has no known moment. Only one that can wait for nothing gets time for the
+    /// answer of a store: a short wait is what its caller wants.
     pub(crate) fn answered_by(&self, now: Instant) -> Instant {
-        self.cap(answer_by(self.patient_until, now))
+        if self.patient_until > now {
+            return self.patient_until;
+        }
+        self.cap(clock::after(now, ANSWER))
     }
 
     /// Lets the request wait until `latest` at least, but not beyond its deadline.

@@ -41,8 +41,8 @@ pub(crate) use bound::WaitBound;
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;
 
-/// If a call to the store has no answer, or a task has not run, after this time, it counts as lost. For so long a request waits for an answer that
-/// cannot wait for its turn at all: see [`answer_by`].
+/// If a call to the store has no answer, or a task has not run, after this time, it counts as lost. For so long a request
+/// that cannot wait for its turn at all waits for an answer: see [`WaitBound::answered_by`].
 pub(crate) const ANSWER: Duration = Duration::from_secs(1);
 
 /// How long after its slot has expired a request may still come for it, because its program runs late. A request that does
@@ -52,16 +52,6 @@ pub(crate) const MISSED: Duration = LONGEST_LIFE;
 /// Returns whether the request of a slot that has expired at `until` has not come for it.
 pub(crate) fn is_missed(until: Instant, now: Instant) -> bool {
     clock::after(until, MISSED) <= now
-}
-
-/// Returns until when a request waits for the answer of a store. `latest` is until when it can wait for its turn. Only a
-/// request that can wait for nothing gets time for the answer: a short wait is what its caller wants.
-pub(crate) fn answer_by(latest: Instant, now: Instant) -> Instant {
-    if latest <= now {
-        clock::after(now, ANSWER)
-    } else {
-        latest
-    }
 }
 
 /// Requests that wait, each with a `T`, and the outcomes of waits that have ended.

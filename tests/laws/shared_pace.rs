@@ -7,13 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use http::{HeaderMap, StatusCode};
+use http::{HeaderMap, Request, StatusCode};
 use tollgate::pace::{Fair, NoPacing};
 use tollgate::signal::ResponseInfo;
 use tollgate::store::{
     Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreReply,
 };
-use tollgate::{AdaptiveThrottleLayer, Key, Signal};
+use tollgate::{AdaptiveThrottleLayer, Deadline, Key, Signal};
+use tower::{BoxError, Layer, ServiceExt, service_fn};
 
 use support::{count_of, ms, now, pass, soon};
 
@@ -461,6 +462,24 @@ async fn impatient_request_goes_when_its_turn_is_due() {
         .await
         .unwrap()
         .answered(&empty);
+}
+
+/// A request that cannot wait for its turn waits for the answer of the store, but not beyond its deadline.
+#[tokio::test(start_paused = true)]
+async fn no_request_waits_for_the_register_beyond_its_deadline() {
+    let layer = AdaptiveThrottleLayer::builder()
+        .store(Arc::new(Client(Remote::new(ms(200)))))
+        .max_wait(Duration::ZERO)
+        .build();
+    let upstream = service_fn(async |_| Ok::<_, BoxError>(http::Response::new(())));
+    let service = layer.unwrap().layer(upstream);
+    let start = now();
+    let mut request = Request::new(());
+    request
+        .extensions_mut()
+        .insert(Deadline::at(start + ms(50)));
+    assert!(service.oneshot(request).await.is_err());
+    assert_eq!(now() - start, ms(50));
 }
 
 #[tokio::test(start_paused = true)]

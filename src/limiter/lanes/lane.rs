@@ -52,8 +52,7 @@ pub(in crate::limiter) struct SlotWait {
 }
 
 impl SlotWait {
-    /// A request that enters at `now`. Without a deadline, it waits for the answer of the store even if it can wait less
-    /// for its slot.
+    /// A request that enters at `now`.
     pub(in crate::limiter) fn new(bound: WaitBound, now: Instant) -> Self {
         SlotWait {
             bound,

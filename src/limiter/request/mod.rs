@@ -130,6 +130,11 @@ impl Request {
         self.line.parts()
     }
 
+    /// Returns how long the request can wait.
+    pub(super) fn bound(&self) -> WaitBound {
+        self.place.bound
+    }
+
     /// Enters. Pending if the request waits, and is to be polled.
     pub(super) fn enter(&mut self, now: Instant) -> Poll<Result<Leaving, Stopped>> {
         let parts = self.line.parts().iter().zip(&mut self.place.costs);
