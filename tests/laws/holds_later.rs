@@ -792,20 +792,21 @@ impl Store for WithoutLeases {
     }
 }
 
-/// The store fails the call of two waiters, and the key is put on hold before their tasks run. One
-/// of them can wait until the end of the hold.
-#[tokio::test(start_paused = true)]
-async fn waiters_that_may_pass_uncounted_obey_holds() {
+/// A limiter whose requests wait for 10 s, and pass uncounted, because the store fails all their calls.
+fn uncounted() -> Limiter {
     let store = Arc::new(WithoutLeases(Wire::new(&Server::new(), &[ms(5)])));
     let layer = RateLimitLayer::builder(Quota::per_second(10))
         .store(store)
         .max_wait(10 * SECOND);
-    let limiter = layer
-        .on_store_error(OnStoreError::FailOpen)
-        .build()
-        .unwrap()
-        .limiter();
-    let start = Instant::now();
+    let layer = layer.on_store_error(OnStoreError::FailOpen).build();
+    layer.unwrap().limiter()
+}
+
+/// The store fails the call of two waiters, and the key is put on hold before their tasks run. One
+/// of them can wait until the end of the hold.
+#[tokio::test(start_paused = true)]
+async fn waiters_that_may_pass_uncounted_obey_holds() {
+    let (limiter, start) = (uncounted(), Instant::now());
     let mut patient = Box::pin(limiter.acquire(key()));
     let mut hurried = Box::pin(
         limiter
@@ -824,16 +825,7 @@ async fn waiters_that_may_pass_uncounted_obey_holds() {
 /// The same for requests of several keys.
 #[tokio::test(start_paused = true)]
 async fn joint_requests_that_may_pass_uncounted_obey_holds() {
-    let store = Arc::new(WithoutLeases(Wire::new(&Server::new(), &[ms(5)])));
-    let layer = RateLimitLayer::builder(Quota::per_second(10))
-        .store(store)
-        .max_wait(10 * SECOND);
-    let limiter = layer
-        .on_store_error(OnStoreError::FailOpen)
-        .build()
-        .unwrap()
-        .limiter();
-    let start = Instant::now();
+    let (limiter, start) = (uncounted(), Instant::now());
     let joint = limiter
         .acquire(key())
         .and(limiter.acquire(Key::new("other")));
