@@ -258,7 +258,7 @@ impl Request {
     pub(super) fn lower_costs(&mut self, estimates: impl Iterator<Item = u32>) -> bool {
         let mut lower = self.place.costs.clone();
         for (cost, estimate) in lower.iter_mut().zip(estimates) {
-            // One that waits in a line for nothing would never get it.
+            // A store grants no slot of zero units.
             *cost = estimate.max(1).min(*cost);
         }
         let is_lower = lower != self.place.costs;
