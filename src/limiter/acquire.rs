@@ -17,7 +17,6 @@ use super::engine::Core;
 use super::entry::Entry;
 use super::explain;
 use super::explanation::{Explanation, Verdict};
-use super::limited::RefusedRequest;
 use super::part::{MOST_PARTS, NewPart, PartRef, earliest_deadline};
 use super::permit::Permit;
 use super::quotas::QuotaId;
@@ -502,7 +501,7 @@ fn enter_joint(parts: &[NewPart]) -> Admission<Taken, Box<Wait>> {
 fn refuse(first: &NewPart, reason: Reason) -> Limited {
     let NewPart { core, entry, .. } = first;
     let now = clock::now();
-    let refused = RefusedRequest::of_key(core, entry.key);
+    let refused = core.refused_request(entry.key);
     let limited = refused.refuse(reason, Refusal::NEVER, now);
     core.refused(entry.key, &limited);
     limited

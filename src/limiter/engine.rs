@@ -27,6 +27,7 @@ use crate::error::{LimitName, Reason, StoreError};
 use crate::key::{Key, Label, RequestRef};
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::{read, write};
+use crate::refused::RefusedRequest;
 use crate::stats;
 use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
 
@@ -404,6 +405,11 @@ impl Core {
             unit: self.unit(),
             class: self.class(),
         }
+    }
+
+    /// Returns what errors state of a request of `key` that is refused and has not waited.
+    pub(super) fn refused_request(&self, key: Key) -> RefusedRequest {
+        RefusedRequest::new(self.label(key, None), self.limit_name(key))
     }
 
     /// Returns how long `key` stays on hold, by what this process knows.

@@ -6,11 +6,10 @@ use std::time::Instant;
 
 use super::engine::Core;
 use super::in_flight::{Acted, KeyCalls};
-use super::limited::RefusedRequest;
 use super::reservation::NoSlot;
 use super::settings::OnStoreError;
 use crate::clock;
-use crate::error::{Limited, StoreError};
+use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::Key;
 use crate::key_map::Full;
@@ -93,7 +92,7 @@ impl InFlightSlot {
     pub(crate) fn poll_limited(&self, cx: &Context<'_>) -> Poll<Limited> {
         self.poll_lost_slot(cx).map(|TakenSlot { core, key, .. }| {
             let now = clock::now();
-            let call = RefusedRequest::of_key(core, *key);
+            let call = core.refused_request(*key);
             let limited = call.fail(StoreError::InFlightSlotLost, now);
             events::limited(&core.settings.tally, &limited);
             limited
@@ -136,19 +135,19 @@ pub(super) fn enter(
     };
     // The calls of the key may have been evicted, unlike its state, which knows the limit.
     let limit = core.quota_of(key).quota().most_in_flight();
-    let key = core.whole(key);
-    let entered = in_flight.with_new(key, limit, now, |calls| {
+    let whole = core.whole(key);
+    let entered = in_flight.with_new(whole, limit, now, |calls| {
         let is_full = max_queue.is_some_and(|most| calls.waiting() >= most);
         if !is_full {
             calls.enter(number, impatient, now);
         }
         is_full
     })?;
-    if follow(core, key, entered) {
-        return Ok(Some(Err(NoSlot::QueueFull)));
+    if follow(core, whole, entered) {
+        return Ok(Some(Err(queue_full(core, key))));
     }
     Ok(in_flight
-        .with(key, |calls| calls.collect(number, now))
+        .with(whole, |calls| calls.collect(number, now))
         .flatten())
 }
 
@@ -201,6 +200,12 @@ pub(super) fn refusal(core: &Core, key: Key) -> Refusal {
         count: calls.limit(core.whole(key)),
     });
     Refusal { wait: None, limit }
+}
+
+/// Refuses a request, because `max_queue` others wait for an in-flight slot of `key`.
+pub(super) fn queue_full(core: &Core, key: Key) -> NoSlot {
+    let reason = Reason::QueueFull(core.settings.max_queue);
+    NoSlot::Refused(reason, refusal(core, key))
 }
 
 /// Runs `act` on the calls in flight of `key`, which is that of the whole quota, wakes tasks, and sends the claim that follows.

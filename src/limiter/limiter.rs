@@ -16,7 +16,6 @@ use super::engine::{Core, CoreId};
 use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
-use super::limited::RefusedRequest;
 use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::part::PartRef;
@@ -35,6 +34,7 @@ use crate::error::{LimitName, Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
+use crate::refused::RefusedRequest;
 use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 

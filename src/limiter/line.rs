@@ -8,14 +8,12 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
-use super::joint::{self, JointRefusal, JointSet};
+use super::joint::{self, JointSet};
 use super::key_state::Ticket;
-use super::limited::{Stopped, Why};
-use super::no_slot;
 use super::part::{Costs, Part, PartRef};
 use super::probe::Probe;
 use super::queue::Number;
-use super::reservation::{NoSlot, Reservation};
+use super::reservation::{NoSlot, Reservation, Stopped};
 use super::slots::Slots;
 use crate::key_map::Full;
 use crate::wait_queue::WaitBound;
@@ -146,7 +144,7 @@ impl RequestLine {
                     Ok(ended) => ended?,
                     Err(Full) => Err(NoSlot::Failed(core.full())),
                 };
-                Some(self.ended(place, ended, now))
+                Some(self.ended(ended, now))
             }
             RequestLine::NoRates(_) => Some(Ok(Slots::none(now))),
             RequestLine::Set(set) => {
@@ -185,15 +183,10 @@ impl RequestLine {
                 // Without a state, there was no room to make it anew when the request came back.
                 let ended =
                     ready!(poll.unwrap_or_else(|| Poll::Ready(Err(NoSlot::Failed(core.full())))));
-                Poll::Ready(self.ended(place, ended, now))
+                Poll::Ready(self.ended(ended, now))
             }
             RequestLine::NoRates(_) => Poll::Ready(Ok(Slots::none(now))),
-            RequestLine::Set(set) => {
-                let result = ready!(set.poll(place.number, &place.costs, held_until, now, cx));
-                Poll::Ready(
-                    result.map_err(|JointRefusal { part, cause }| self.stopped(place, part, cause)),
-                )
-            }
+            RequestLine::Set(set) => set.poll(place.number, &place.costs, held_until, now, cx),
         }
     }
 
@@ -277,12 +270,7 @@ impl RequestLine {
     }
 
     /// Returns what follows from the end of a wait in the queue of the only key.
-    fn ended(
-        &self,
-        place: &LinePlace,
-        ended: Result<Reservation, NoSlot>,
-        now: Instant,
-    ) -> Result<Slots, Stopped> {
+    fn ended(&self, ended: Result<Reservation, NoSlot>, now: Instant) -> Result<Slots, Stopped> {
         match ended {
             Ok(slot) => Ok(Slots::of_one(slot)),
             Err(NoSlot::Uncounted(cause, probe)) => {
@@ -295,21 +283,8 @@ impl RequestLine {
                     ..Slots::none(now)
                 })
             }
-            Err(no_slot) => Err(self.stopped(place, 0, no_slot)),
+            Err(no_slot) => Err(Stopped { part: 0, no_slot }),
         }
-    }
-
-    /// Returns the end of a request that gets no slot of the part `index`.
-    fn stopped(&self, place: &LinePlace, index: usize, no_slot: NoSlot) -> Stopped {
-        let part = &self.parts()[index];
-        let why = match no_slot {
-            NoSlot::Refused(refusal) => {
-                no_slot::refused(part, place.costs[index], place.bound.reason(), refusal)
-            }
-            NoSlot::QueueFull => return Stopped::queue_full(index, part.core.settings.max_queue),
-            NoSlot::Failed(error) | NoSlot::Uncounted(error, _) => Why::failed(error),
-        };
-        Stopped { part: index, why }
     }
 }
 

@@ -26,7 +26,7 @@
 // | `unit_check`, `whole_limit` | which units requests state; the requests that wait for a whole limit |
 // | `tasks` | tasks that run at once, as far as they can |
 // | `engine` | `Core`: the state of all keys |
-// | `limited`, `probe` | why a request ends; the probe of a key |
+// | `probe` | the probe of a key |
 // | `store_call` | a call to the store whose answer is still to come |
 // | `division` | what the parts of a divided quota do for each other |
 // | `effects` | access to the state of a key, and the effects that it returns |
@@ -36,7 +36,6 @@
 // | `part`, `slots`, `suspect` | the keys of a request, what a request gets in its line, its kind while a key is under suspicion |
 // | `split_signal`, `admitted` | which key of a joint request a response is about; a request that is sent, for its response |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
-// | `no_slot` | why a request is refused that gets no slot |
 // | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
@@ -73,13 +72,11 @@ mod joint;
 mod key_state;
 mod key_states;
 mod lanes;
-mod limited;
 mod line;
 // The folder and this file have the same name. The path of the type is `crate::limiter::Limiter`.
 #[allow(clippy::module_inception)]
 mod limiter;
 mod listener;
-mod no_slot;
 mod own_quota;
 mod part;
 mod permit;

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::error::StoreError;
+use crate::error::{Reason, StoreError};
 use crate::limit::UnusedPermits;
 use crate::store::Refusal;
 
@@ -71,13 +71,14 @@ pub(super) enum CountedAs {
 /// Why an attempt to get a slot, or an in-flight slot, brought none.
 ///
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the
-/// waiter's future is polled.
+/// waiter's future is polled. It goes unchanged to the end of the request, where the caller's error is made of it:
+/// `request/stopped.rs`.
 #[derive(Clone, Debug)]
 pub(super) enum NoSlot {
-    /// The wait would be too long, or was.
-    Refused(Refusal),
-    /// Too many requests wait already.
-    QueueFull,
+    /// The wait would be too long, or was. Only at the end of the request is it known how that is called.
+    TooLate(Refusal),
+    /// This process refuses the request, whatever slots there are.
+    Refused(Reason, Refusal),
     /// The store failed.
     Failed(StoreError),
     /// The store failed, and the request may leave uncounted, as this probe if it is one.
@@ -86,10 +87,40 @@ pub(super) enum NoSlot {
 
 impl NoSlot {
     /// The request is refused, and it is not known when it could leave.
-    pub(super) const NEVER: NoSlot = NoSlot::Refused(Refusal::NEVER);
+    pub(super) const NEVER: NoSlot = NoSlot::TooLate(Refusal::NEVER);
 
     /// The request is refused, because it would have to wait for `span`.
     pub(super) fn for_span(span: Duration) -> Self {
-        NoSlot::Refused(Refusal::for_span(span))
+        NoSlot::TooLate(Refusal::for_span(span))
+    }
+
+    /// The request is refused, because `max_queue` requests wait already.
+    pub(super) fn queue_full(max_queue: usize) -> Self {
+        NoSlot::Refused(Reason::QueueFull(max_queue), Refusal::NEVER)
+    }
+}
+
+/// The end of a request that gets no permit.
+#[derive(Clone, Debug)]
+pub(super) struct Stopped {
+    /// The part that stops it.
+    pub(super) part: usize,
+    pub(super) no_slot: NoSlot,
+}
+
+impl Stopped {
+    pub(super) fn too_late(part: usize, refusal: Refusal) -> Self {
+        let no_slot = NoSlot::TooLate(refusal);
+        Stopped { part, no_slot }
+    }
+
+    pub(super) fn refused(part: usize, reason: Reason, refusal: Refusal) -> Self {
+        let no_slot = NoSlot::Refused(reason, refusal);
+        Stopped { part, no_slot }
+    }
+
+    pub(super) fn queue_full(part: usize, max_queue: usize) -> Self {
+        let no_slot = NoSlot::queue_full(max_queue);
+        Stopped { part, no_slot }
     }
 }

@@ -10,7 +10,7 @@ use super::part::PartRef;
 use super::request::Request;
 use super::suspect::Suspect;
 use super::taken::Taken;
-use super::wait::{self, Wait};
+use super::wait::Wait;
 use crate::admission::Admission;
 use crate::clock;
 use crate::key::Label;
@@ -61,7 +61,7 @@ pub(crate) fn slow(
         Poll::Ready(Ok(leaving)) => {
             let mut taken = leaving.taken;
             if let Some((part, cause)) = &leaving.uncounted {
-                wait::report_uncounted(request.parts(), *part, cause, &label());
+                request.report_uncounted(*part, cause, &label());
                 core.count(entry.key, Outcome::Uncounted);
             } else {
                 counting::passed(core, entry.key, taken.units());
@@ -71,7 +71,7 @@ pub(crate) fn slow(
             Admission::Go(taken)
         }
         Poll::Ready(Err(stopped)) => {
-            let limited = wait::error_of(request.parts(), stopped, &label(), (now, 0), now);
+            let limited = request.error_of(stopped, &label(), None, now);
             core.refused(entry.key, &limited);
             Admission::No(limited)
         }

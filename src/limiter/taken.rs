@@ -26,7 +26,6 @@ use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::in_flight_slot::InFlightSlot;
-use super::limited::RefusedRequest;
 use super::part::{Part, PerPart};
 use super::probe::Probe;
 use super::reservation::Reservation;
@@ -35,6 +34,7 @@ use crate::clock::{self, Moment};
 use crate::error::{Limited, Reason};
 use crate::events;
 use crate::key::Key;
+use crate::refused::RefusedRequest;
 use crate::stats::Outcome;
 use crate::store::Refusal;
 
@@ -290,7 +290,7 @@ impl Taken {
         let request = RefusedRequest {
             waited: self.waited(),
             turns: self.wait().map_or(0, |wait| wait.turns),
-            ..RefusedRequest::of_key(core, *key)
+            ..core.refused_request(*key)
         };
         let limited = request.refuse(Reason::Expired, Refusal::NEVER, now);
         events::limited(&core.settings.tally, &limited);

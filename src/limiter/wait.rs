@@ -9,14 +9,14 @@ use smallvec::SmallVec;
 
 use super::engine::Core;
 use super::explanation::Because;
-use super::limited::{RefusedRequest, Stopped};
-use super::part::{self, Part, PartRef};
+use super::part::{Part, PartRef};
 use super::request::{Leaving, Request};
+use super::reservation::Stopped;
 use super::sent::PastWait;
 use super::taken::Taken;
 use super::waited::Waited;
 use crate::clock;
-use crate::error::{Limited, Reason, StoreError};
+use crate::error::{Limited, Reason};
 use crate::events::{self, WaitSpan};
 use crate::key::Label;
 use crate::stats::OpenRequest;
@@ -38,34 +38,6 @@ pub(crate) struct Wait {
     label: Label,
     /// What it waits for: what it found when it came, or a hold since.
     because: Because,
-}
-
-/// Returns the name of the key of a part. `first` is that of the first part.
-fn label_of(parts: &[Part], part: usize, first: &Label) -> Label {
-    let is_further_unit = |part: usize| parts[part].core.settings.is_further_unit;
-    match part::labelled(part, is_further_unit) {
-        0 => first.clone(),
-        of_key => parts[of_key].core.label(parts[of_key].key, None),
-    }
-}
-
-/// Returns the error of a request of `parts` that ends without a permit. It entered at `since`, and `label` is the name of
-/// its first key.
-pub(super) fn error_of(
-    parts: &[Part],
-    stopped: Stopped,
-    label: &Label,
-    (since, turns): (Instant, u32),
-    now: Instant,
-) -> Limited {
-    let Stopped { part, why } = stopped;
-    let request = RefusedRequest {
-        label: label_of(parts, part, label),
-        limit: parts[part].limit_name(),
-        waited: now.saturating_duration_since(since),
-        turns,
-    };
-    request.end(why, now)
 }
 
 impl Wait {
@@ -150,8 +122,10 @@ impl Wait {
 
     /// Ends the wait with an error, and counts it.
     fn end(&mut self, stopped: Stopped, now: Instant) -> Limited {
-        let waited = (self.since, self.request.turns);
-        let limited = error_of(self.request.parts(), stopped, &self.label, waited, now);
+        let waited = now.saturating_duration_since(self.since);
+        let limited = self
+            .request
+            .error_of(stopped, &self.label, Some(waited), now);
         self.beside.clear();
         self.open.refuse(limited)
     }
@@ -161,7 +135,7 @@ impl Wait {
         let mut taken = leaving.taken;
         let is_uncounted = leaving.uncounted.is_some();
         if let Some((part, cause)) = &leaving.uncounted {
-            report_uncounted(self.request.parts(), *part, cause, &self.label);
+            self.request.report_uncounted(*part, cause, &self.label);
         }
         let waited = now.saturating_duration_since(self.since);
         let turns = self.request.turns;
@@ -184,12 +158,6 @@ impl Wait {
             seen: (!leaving.is_at_once).then(seen),
         })
     }
-}
-
-/// Reports a request that leaves uncounted, because a store failed.
-pub(super) fn report_uncounted(parts: &[Part], part: usize, cause: &StoreError, first: &Label) {
-    let tally = &parts[part].core.settings.tally;
-    events::passed(tally, &label_of(parts, part, first), cause);
 }
 
 impl Future for Wait {

@@ -7,8 +7,8 @@ use super::found::Found;
 use crate::clock;
 use crate::error::{Reason, StoreError};
 use crate::limiter::explanation::{Because, Verdict};
-use crate::limiter::no_slot;
 use crate::limiter::part::NewPart;
+use crate::limiter::request::cost_above_limit;
 use crate::limiter::reservation::NoSlot;
 use crate::quota::Limit;
 use crate::store::{LimitUsage, Usage};
@@ -50,15 +50,13 @@ impl KeyCase<'_> {
             return Ok(self.late(known, because));
         }
         match &self.found.outlook.refused {
-            Some(NoSlot::Refused(refusal)) => {
+            Some(NoSlot::TooLate(refusal)) => {
                 let limit = refusal.limit.map(Because::Limit);
                 return Ok(self.late(refusal.wait, limit.unwrap_or(because)));
             }
             // The room for a request of several keys is that of its line.
-            Some(NoSlot::QueueFull) if self.is_only => {
-                return Ok(refused(Reason::QueueFull(
-                    self.part.core.settings.max_queue,
-                )));
+            Some(NoSlot::Refused(reason, _)) if self.is_only => {
+                return Ok(refused(reason.clone()));
             }
             _ => {}
         }
@@ -89,7 +87,7 @@ impl KeyCase<'_> {
         }
         let largest = self.found.largest_cost();
         let largest = largest.unwrap_or_else(|| self.part.largest_cost());
-        if let Some(reason) = no_slot::cost_above_limit(core, entry.cost, largest) {
+        if let Some(reason) = cost_above_limit(core, entry.cost, largest) {
             return Some(refused(reason));
         }
         if !self.has_room() {

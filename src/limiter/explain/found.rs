@@ -35,7 +35,7 @@ impl NewPart {
         }
     }
 
-    /// Makes a request that may wait for a whole limit ask for no more: see `no_slot::awaited_cost`.
+    /// Makes a request that may wait for a whole limit ask for no more: see `request::awaited_cost`.
     pub(super) fn await_whole_limit(&mut self) {
         if self.core.settings.waits_above_limit {
             self.entry.cost = self.entry.cost.min(self.largest_cost());

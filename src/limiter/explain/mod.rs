@@ -17,9 +17,9 @@ use std::time::Instant;
 use super::counting;
 use super::explanation::{Explanation, ExplanationText, Verdict};
 use super::key_state::KeyState;
-use super::limited::{Stopped, Why};
 use super::part::{NewPart, earliest_deadline};
 use super::request::Request;
+use super::reservation::Stopped;
 use super::start::bound_of;
 use crate::clock;
 use crate::error::StoreError;
@@ -46,7 +46,7 @@ pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, Stor
     // It does not enter. It states whether it may.
     let request = Request::new(&parts, bound, None);
     let (decisive, verdict) = match request.check(&parts, now) {
-        Err(stopped) => refused_by(stopped)?,
+        Err(stopped) => refused_by(&request, stopped)?,
         Ok(()) => verdict(&request, &asked, &found, bound, now)?,
     };
     let keys = asked.iter().zip(found).map(|(key, found)| {
@@ -88,7 +88,7 @@ fn verdict(
         return Ok(worst);
     }
     if let Err(stopped) = request.check_room() {
-        return refused_by(stopped);
+        return refused_by(request, stopped);
     }
     let before = request.line.unbooked();
     if worst.1 == Verdict::Goes && before > 0 {
@@ -102,11 +102,10 @@ fn verdict(
 /// # Errors
 ///
 /// That of the store, if the request fails with it.
-fn refused_by(Stopped { part, why }: Stopped) -> Result<(usize, Verdict), StoreError> {
-    match why {
-        Why::Refused(reason, _) => Ok((part, refused(reason))),
-        Why::Failed(error) => Err(error),
-    }
+fn refused_by(request: &Request, stopped: Stopped) -> Result<(usize, Verdict), StoreError> {
+    let part = stopped.part;
+    let (reason, _) = request.reason_of(stopped)?;
+    Ok((part, refused(reason)))
 }
 
 /// Returns the name of a key, also if another unit of the same key has it.

@@ -428,19 +428,19 @@ mod tests {
         answer(&mut calls, 0);
         assert!(matches!(
             calls.collect(first, clock::now()),
-            Some(Err(NoSlot::Refused(_)))
+            Some(Err(NoSlot::TooLate(_)))
         ));
         assert_eq!(claim(&mut calls), Some((0, 1)));
         answer(&mut calls, 0);
         assert!(matches!(
             calls.collect(second, clock::now()),
-            Some(Err(NoSlot::Refused(_)))
+            Some(Err(NoSlot::TooLate(_)))
         ));
         let third = enter(&mut calls, true);
         assert!(
             matches!(
                 calls.collect(third, clock::now()),
-                Some(Err(NoSlot::Refused(_)))
+                Some(Err(NoSlot::TooLate(_)))
             ),
             "no slot is free"
         );
@@ -455,7 +455,7 @@ mod tests {
         answer(&mut calls, 0);
         assert!(matches!(
             calls.collect(number, clock::now()),
-            Some(Err(NoSlot::Refused(_)))
+            Some(Err(NoSlot::TooLate(_)))
         ));
         assert_eq!((claim(&mut calls), calls.idle_from()), (None, None));
         answer(&mut calls, 1);

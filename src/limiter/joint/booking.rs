@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::give_back;
 use super::set::{JointSet, WantedSlot};
-use super::{JointRefusal, give_back};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
@@ -12,7 +12,7 @@ use crate::limiter::division;
 use crate::limiter::key_state::{JointAnswer, JointAsk, KeyState, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::{NoSlot, Reservation};
+use crate::limiter::reservation::{NoSlot, Reservation, Stopped};
 use crate::limiter::slots::Slots;
 use crate::limiter::store_call::StoreCall;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
@@ -35,7 +35,7 @@ pub(super) async fn book(set: Arc<JointSet>) {
 }
 
 /// Searches for a joint slot that is near, again and again: see [`near_booking`].
-async fn book_near(set: &JointSet, wanted: &mut WantedSlot) -> Result<Slots, JointRefusal> {
+async fn book_near(set: &JointSet, wanted: &mut WantedSlot) -> Result<Slots, Stopped> {
     let since = clock::now();
     loop {
         let now = clock::now();
@@ -46,9 +46,9 @@ async fn book_near(set: &JointSet, wanted: &mut WantedSlot) -> Result<Slots, Joi
             false => near_booking::near(wanted.bound, now),
         };
         let outcome = SlotSearch::new(set, wanted).run(bound).await;
-        let Err(JointRefusal {
+        let Err(Stopped {
             part,
-            cause: NoSlot::Refused(refusal),
+            no_slot: NoSlot::TooLate(refusal),
         }) = outcome
         else {
             return outcome;
@@ -134,13 +134,13 @@ impl<'a> SlotSearch<'a> {
     }
 
     /// Asks the parts until their slots have a moment in common.
-    async fn run(mut self, mut bound: WaitBound) -> Result<Slots, JointRefusal> {
-        if let Some(refusal) = self.known_refusal(bound) {
-            return Err(refusal);
+    async fn run(mut self, mut bound: WaitBound) -> Result<Slots, Stopped> {
+        if let Some(stopped) = self.known_refusal(bound) {
+            return Err(stopped);
         }
         for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
             if let Err(wait) = division::wait_for_statements(core, *key, bound.latest).await {
-                return Err(JointRefusal::refused(part, Refusal::for_span(wait)));
+                return Err(Stopped::too_late(part, Refusal::for_span(wait)));
             }
         }
         let mut rounds = 0;
@@ -149,7 +149,7 @@ impl<'a> SlotSearch<'a> {
             let Some(&first) = parts.first() else {
                 return Ok(self.found());
             };
-            let refused = |part, refusal| Err(JointRefusal::refused(part, refusal));
+            let refused = |part, refusal| Err(Stopped::too_late(part, refusal));
             if rounds == MOST_ROUNDS {
                 clock::sleep_until(clock::after(clock::now(), REST)).await;
                 rounds = 0;
@@ -179,7 +179,7 @@ impl<'a> SlotSearch<'a> {
                             }
                         }
                     }
-                    JointAnswer::No(cause) => return Err(JointRefusal { part, cause }),
+                    JointAnswer::No(no_slot) => return Err(Stopped { part, no_slot }),
                 }
             }
         }
@@ -192,10 +192,10 @@ impl<'a> SlotSearch<'a> {
         part: usize,
         span: Duration,
         bound: WaitBound,
-    ) -> Result<(), JointRefusal> {
+    ) -> Result<(), Stopped> {
         let until = clock::after(clock::now(), span);
         if until > bound.latest {
-            return Err(JointRefusal::refused(part, Refusal::for_span(span)));
+            return Err(Stopped::too_late(part, Refusal::for_span(span)));
         }
         give_back(self.parts, std::mem::take(&mut self.slots));
         let given_up = self.given_up.iter_mut().map(Option::take);
@@ -208,7 +208,7 @@ impl<'a> SlotSearch<'a> {
     }
 
     /// Returns a refusal for which no store need be called, if there is one.
-    fn known_refusal(&self, bound: WaitBound) -> Option<JointRefusal> {
+    fn known_refusal(&self, bound: WaitBound) -> Option<Stopped> {
         let now = clock::now();
         let parts = self.parts.iter().enumerate();
         let mut needed = parts.filter(|(part, _)| !self.passes[*part]);
@@ -216,7 +216,7 @@ impl<'a> SlotSearch<'a> {
             let cost = self.costs[part];
             let known = |state: &mut KeyState| state.store.repeated_refusal(cost, bound, now);
             let refusal = core.states.find(*key, known).flatten()?;
-            Some(JointRefusal::refused(part, refusal))
+            Some(Stopped::too_late(part, refusal))
         })
     }
 

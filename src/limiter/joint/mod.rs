@@ -43,7 +43,7 @@
 //!
 //! | file | what it has |
 //! |---|---|
-//! | `mod` | slots that go back; [`JointRefusal`] |
+//! | `mod` | slots that go back |
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
 //! | `booking` | the search for a joint slot |
 //! | `confirmation` | the calls to stores that may have lost a joint slot |
@@ -58,10 +58,9 @@ use std::time::Instant;
 use super::engine::Core;
 use super::key_state;
 use super::part::Part;
-use super::reservation::{NoSlot, Reservation};
+use super::reservation::Reservation;
 use crate::clock;
 use crate::key::Key;
-use crate::store::Refusal;
 
 pub(super) use confirmation::doubtful;
 pub(super) use set::{JointSet, JointSets};
@@ -90,20 +89,5 @@ pub(super) fn give_back_of<'a>(
             }
             core.give_back(key, slot);
         }
-    }
-}
-
-/// Why a joint request is refused.
-#[derive(Clone, Debug)]
-pub(super) struct JointRefusal {
-    /// The part that refuses it.
-    pub(super) part: usize,
-    pub(super) cause: NoSlot,
-}
-
-impl JointRefusal {
-    fn refused(part: usize, refusal: Refusal) -> Self {
-        let cause = NoSlot::Refused(refusal);
-        JointRefusal { part, cause }
     }
 }

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use super::booking;
 use super::confirmation::{self, doubtful};
-use super::{JointRefusal, give_back};
+use super::give_back;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -20,7 +20,7 @@ use crate::limiter::entry::Entry;
 use crate::limiter::lanes::{Booked, HandOut, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::{NoSlot, ProbeNumber};
+use crate::limiter::reservation::{NoSlot, ProbeNumber, Stopped};
 use crate::limiter::slots::Slots;
 use crate::limiter::tasks::unless_lost;
 use crate::locks::lock;
@@ -77,7 +77,7 @@ struct SetState {
 
 impl Booked for Slots {
     type Costs = Costs;
-    type Outcome = Result<Slots, JointRefusal>;
+    type Outcome = Result<Slots, Stopped>;
 
     fn costs(&self) -> &Costs {
         &self.costs
@@ -251,7 +251,7 @@ impl JointSet {
         held_until: Option<Instant>,
         mut now: Instant,
         cx: &mut Context<'_>,
-    ) -> Poll<Result<Slots, JointRefusal>> {
+    ) -> Poll<Result<Slots, Stopped>> {
         // A store that replies at once may bring a joint slot that is due.
         loop {
             let mut unused = Vec::new();
@@ -268,10 +268,10 @@ impl JointSet {
                 // always answers.
                 let needs_answer = !self.settles() && self.parts.iter().any(Part::is_remote);
                 if settled.is_none()
-                    && let Some(refusal) = state.over(number, costs, has_begun, needs_answer, now)
+                    && let Some(stopped) = state.over(number, costs, has_begun, needs_answer, now)
                 {
                     state.lanes.leave(number, costs);
-                    settled = Some(Err(refusal));
+                    settled = Some(Err(stopped));
                 }
                 state.trim(&self.parts, &mut unused);
                 if !has_begun {
@@ -323,7 +323,7 @@ impl JointSet {
 
     /// Refuses the requests whose joint slot is later than `by`.
     fn end_by(self: &Arc<Self>, by: Instant) {
-        let end = || Err(JointRefusal::refused(0, Refusal::NEVER));
+        let end = || Err(Stopped::too_late(0, Refusal::NEVER));
         self.change(|state, _, wakers| {
             state.lanes.change_all(|lane| lane.end_by(by, end, wakers));
         });
@@ -396,11 +396,7 @@ impl JointSet {
     }
 
     /// Takes in what became of a booking.
-    pub(super) fn booked(
-        self: &Arc<Self>,
-        wanted: &WantedSlot,
-        outcome: Result<Slots, JointRefusal>,
-    ) {
+    pub(super) fn booked(self: &Arc<Self>, wanted: &WantedSlot, outcome: Result<Slots, Stopped>) {
         let WantedSlot { number, costs, .. } = wanted;
         self.change(|state, _, wakers| match outcome {
             Ok(slot) => {
@@ -421,8 +417,8 @@ impl JointSet {
                 });
             }
             Err(
-                refusal @ JointRefusal {
-                    cause: NoSlot::Failed(_),
+                stopped @ Stopped {
+                    no_slot: NoSlot::Failed(_),
                     ..
                 },
             ) => {
@@ -433,16 +429,16 @@ impl JointSet {
                     state.lanes.change(&costs, |lane| {
                         let numbers: Vec<Number> = lane.numbers_without_slot().collect();
                         for number in numbers {
-                            lane.settle(number, Err(refusal.clone()), wakers);
+                            lane.settle(number, Err(stopped.clone()), wakers);
                         }
                     });
                 }
             }
-            Err(refusal) => {
+            Err(stopped) => {
                 // If the request has left meanwhile, nothing was booked for the others.
                 state
                     .lanes
-                    .change(costs, |lane| lane.settle(*number, Err(refusal), wakers));
+                    .change(costs, |lane| lane.settle(*number, Err(stopped), wakers));
             }
         });
     }
@@ -597,16 +593,16 @@ impl SetState {
         has_begun: bool,
         needs_answer: bool,
         now: Instant,
-    ) -> Option<JointRefusal> {
+    ) -> Option<Stopped> {
         let wait = self.lanes.wait_of(number, costs)?;
         if wait.gives_up_at > now || (has_begun && wait.gives_up_at == now) {
             return None;
         }
         let has_answer = !needs_answer || self.lanes.first_without_slot().is_none();
-        let cause = if let Some((refusal, at)) = self.refused_near {
+        let no_slot = if let Some((refusal, at)) = self.refused_near {
             let since = now.saturating_duration_since(at);
             let wait = refusal.wait.map(|wait| wait.saturating_sub(since));
-            NoSlot::Refused(Refusal { wait, ..refusal })
+            NoSlot::TooLate(Refusal { wait, ..refusal })
         } else if wait.bound.is_by_deadline()
             || has_answer
             || now < clock::after(wait.entered, ANSWER)
@@ -615,9 +611,9 @@ impl SetState {
         } else {
             NoSlot::Failed(StoreError::NoAnswer { waited: ANSWER })
         };
-        Some(JointRefusal {
+        Some(Stopped {
             part: self.scarcest.unwrap_or(0),
-            cause,
+            no_slot,
         })
     }
 

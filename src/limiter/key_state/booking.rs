@@ -407,7 +407,7 @@ impl KeyState {
             return queue.pause(wait, now, &mut ctx.work.wakers);
         }
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
-        let refusal = NoSlot::Refused(lease.refused.unwrap_or(Refusal::NEVER));
+        let refusal = NoSlot::TooLate(lease.refused.unwrap_or(Refusal::NEVER));
         if keeps && queue.waiting() > 0 {
             return self.keep_answer(ctx, slots.collect(), refusal, now);
         }

@@ -74,7 +74,7 @@ impl JointAsk {
         };
         if let Some(refusal) = known {
             state.give_back_now(ctx, &returns);
-            return Err(JointAnswer::No(NoSlot::Refused(refusal)));
+            return Err(JointAnswer::No(NoSlot::TooLate(refusal)));
         }
         let held = state.hold.left(now).unwrap_or_default();
         let earliest = self.earliest.saturating_duration_since(now).max(held);
@@ -159,7 +159,7 @@ impl JointAsk {
                         .store
                         .note_refusal(cost, lease, ctx.fails_open, ctx.now);
                 }
-                JointAnswer::No(NoSlot::Refused(lease.refused.unwrap_or(Refusal::NEVER)))
+                JointAnswer::No(NoSlot::TooLate(lease.refused.unwrap_or(Refusal::NEVER)))
             }
         }
     }

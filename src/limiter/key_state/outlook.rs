@@ -75,10 +75,10 @@ impl KeyState {
             && !self.may_borrow(ctx, ctx.now)
             && !self.has_spare(cost)
         {
-            return Some(NoSlot::Refused(refusal));
+            return Some(NoSlot::TooLate(refusal));
         }
         if !is_back && self.queued() >= ctx.max_queue {
-            return Some(NoSlot::QueueFull);
+            return Some(NoSlot::queue_full(ctx.max_queue));
         }
         let queue = self.queue.as_ref();
         let paused = queue.and_then(|queue| queue.paused_for(ctx.now));

@@ -125,7 +125,7 @@ impl Ticket {
             }
             let recovering = lease.recovering.map(Refusal::for_span);
             let refusal = lease.refused.or(recovering).unwrap_or(Refusal::NEVER);
-            return Some(Err(NoSlot::Refused(refusal)));
+            return Some(Err(NoSlot::TooLate(refusal)));
         };
         let slot = slot(&lease, grant, (ctx.now, clock::now()));
         if grant.wait.is_zero() {
@@ -319,6 +319,6 @@ impl Ticket {
         let wait = queue
             .last_slot(self.cost)
             .map(|slot| slot.saturating_duration_since(now));
-        NoSlot::Refused(Refusal { wait, limit: None })
+        NoSlot::TooLate(Refusal { wait, limit: None })
     }
 }

@@ -94,7 +94,7 @@ impl Lane<Reservation> {
     ) {
         self.take_before(until, |slot| returns.add(&slot));
         let refuse = |_, wait: &SlotWait| {
-            (wait.bound.latest < until).then_some(Err(NoSlot::Refused(refusal)))
+            (wait.bound.latest < until).then_some(Err(NoSlot::TooLate(refusal)))
         };
         self.settle_where(refuse, wakers);
         self.enter_from(until);
@@ -109,7 +109,7 @@ impl Lane<Reservation> {
             return;
         };
         let refuse = |number, wait: &SlotWait| {
-            (number >= first && wait.bound.latest < until).then_some(Err(NoSlot::Refused(refusal)))
+            (number >= first && wait.bound.latest < until).then_some(Err(NoSlot::TooLate(refusal)))
         };
         self.settle_where(refuse, wakers);
     }
@@ -144,7 +144,7 @@ impl Lane<Reservation> {
         let mut leaving: SmallVec<[(Number, NoSlot); 2]> = SmallVec::new();
         leaving.extend(too_late.into_iter().map(|(number, slot)| {
             let wait = Some(slot.saturating_duration_since(now));
-            (number, NoSlot::Refused(Refusal { wait, limit: None }))
+            (number, NoSlot::TooLate(Refusal { wait, limit: None }))
         }));
         if let Some(end) = result.end {
             let moved_up = leaving.len();

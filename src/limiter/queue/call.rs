@@ -201,7 +201,7 @@ impl Queue {
         let mut costs: SmallVec<[u32; 4]> = asked.map(|demand| demand.cost).collect();
         costs.sort_unstable();
         costs.dedup();
-        let is_refusal = matches!(end, Some(NoSlot::Refused(_)));
+        let is_refusal = matches!(end, Some(NoSlot::TooLate(_)));
         let refused_at = call
             .filter(|_| is_refusal)
             .and_then(|call| Some((call.sent, call.last?)));

@@ -9,9 +9,9 @@ use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::holds;
 use crate::limiter::key_state::KeyState;
-use crate::limiter::limited::Stopped;
 use crate::limiter::part::Part;
 use crate::limiter::probe::Probe;
+use crate::limiter::reservation::Stopped;
 use crate::store::Refusal;
 use crate::suspicion::Suspicion;
 

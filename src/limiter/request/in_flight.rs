@@ -6,14 +6,12 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::{Request, WaitStage};
-use crate::error::Reason;
 use crate::key_map::Full;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
-use crate::limiter::limited::{Stopped, Why};
 use crate::limiter::line::LinePlace;
 use crate::limiter::part::{Part, PartRef};
 use crate::limiter::queue::Number;
-use crate::limiter::reservation::NoSlot;
+use crate::limiter::reservation::{NoSlot, Stopped};
 use crate::limiter::slots::Slots;
 use crate::wait_queue::WaitBound;
 
@@ -78,9 +76,10 @@ impl Request {
     pub(super) fn check_room_in_flight(&self) -> Result<(), Stopped> {
         for &InFlightPart { part, .. } in &self.in_flight {
             let of_part = &self.parts()[part];
-            if waiting_in_flight(of_part) >= of_part.core.settings.max_queue {
-                let why = queue_full(of_part);
-                return Err(Stopped { part, why });
+            let Part { core, key, .. } = of_part;
+            if waiting_in_flight(of_part) >= core.settings.max_queue {
+                let no_slot = in_flight_slot::queue_full(core, *key);
+                return Err(Stopped { part, no_slot });
             }
         }
         Ok(())
@@ -171,21 +170,25 @@ impl Request {
         now: Instant,
     ) -> Result<Option<Slots>, Stopped> {
         let LinePlace { bound, .. } = self.place;
-        let is_refused = matches!(ended, Err(NoSlot::Refused(_)));
+        let is_refused = matches!(ended, Err(NoSlot::TooLate(_)));
         if let Some(slots) = slots.take_if(|_| is_refused && bound.patient_until > now) {
             self.turns += 1;
             self.line.give_back_to_stores(slots);
             return Ok(None);
         }
         let part = self.in_flight[index].part;
-        let grant = grant_of(self.line.parts(), part, bound, ended);
-        if grant.is_err()
-            && let Some(slots) = slots.take()
-        {
-            self.line.give_back(slots);
+        match grant_of(&self.parts()[part], bound, ended) {
+            Ok(grant) => {
+                self.in_flight[index].grant = grant;
+                Ok(slots)
+            }
+            Err(no_slot) => {
+                if let Some(slots) = slots {
+                    self.line.give_back(slots);
+                }
+                Err(Stopped { part, no_slot })
+            }
         }
-        self.in_flight[index].grant = grant?;
-        Ok(slots)
     }
 
     /// Gives up the in-flight slots that the store may have granted to other calls, while the request waited for its
@@ -213,34 +216,22 @@ pub(super) fn waiting_in_flight(Part { core, key, .. }: &Part) -> usize {
     calls.map_or(0, |calls| calls.waiting(core.whole(*key)))
 }
 
-/// Returns why a request is refused if `max_queue` others wait for the in-flight slots of a part.
-fn queue_full(Part { core, key, .. }: &Part) -> Why {
-    let reason = Reason::QueueFull(core.settings.max_queue);
-    Why::Refused(reason, in_flight_slot::refusal(core, *key))
-}
-
 /// Returns what a request got of the limit of calls in flight of a part.
 fn grant_of(
-    parts: &[Part],
-    part: usize,
+    Part { core, key, .. }: &Part,
     bound: WaitBound,
-    settled: Result<Number, NoSlot>,
-) -> Result<InFlightGrant, Stopped> {
-    let Part { core, key, .. } = &parts[part];
-    let why = match settled {
+    ended: Result<Number, NoSlot>,
+) -> Result<InFlightGrant, NoSlot> {
+    match ended {
         Ok(number) => {
             let slot = InFlightSlot::new(core.clone(), *key, number);
-            return Ok(InFlightGrant::Slot(slot));
+            Ok(InFlightGrant::Slot(slot))
         }
-        Err(NoSlot::Failed(error)) if core.fails_open_on(&error) => {
-            return Ok(InFlightGrant::Uncounted);
+        Err(NoSlot::Failed(error)) if core.fails_open_on(&error) => Ok(InFlightGrant::Uncounted),
+        Err(NoSlot::TooLate(_)) => {
+            let refusal = in_flight_slot::refusal(core, *key);
+            Err(NoSlot::Refused(bound.reason(), refusal))
         }
-        Err(NoSlot::Failed(error) | NoSlot::Uncounted(error, _)) => Why::failed(error),
-        Err(NoSlot::QueueFull) => queue_full(&parts[part]),
-        Err(NoSlot::Refused(_)) => {
-            let reason = bound.reason();
-            Why::Refused(reason, in_flight_slot::refusal(core, *key))
-        }
-    };
-    Err(Stopped { part, why })
+        Err(no_slot) => Err(no_slot),
+    }
 }

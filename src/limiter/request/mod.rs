@@ -21,9 +21,11 @@
 //! | `mod` | [`Request`]: the order |
 //! | `holds` | [`Request`]: the holds of its keys and hosts |
 //! | `in_flight` | [`Request`]: its in-flight slots |
+//! | `stopped` | [`Request`]: what its caller reads if it gets no permit |
 
 mod holds;
 mod in_flight;
+mod stopped;
 
 use std::task::{Context, Poll, Waker, ready};
 use std::time::{Duration, Instant};
@@ -33,12 +35,11 @@ use smallvec::SmallVec;
 use super::around;
 use super::explanation::Because;
 use super::in_flight_slot;
-use super::limited::Stopped;
 use super::line::{LinePlace, RequestLine};
-use super::no_slot;
 use super::part::{self, Part, PartRef};
 use super::probe::Probe;
 use super::queue::next_number;
+use super::reservation::Stopped;
 use super::slots::Slots;
 use super::suspect::Suspect;
 use super::taken::{OfKey, Taken};
@@ -50,6 +51,7 @@ use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
 
 use in_flight::{InFlightGrant, InFlightPart, in_flight_of, waiting_in_flight};
+pub(super) use stopped::cost_above_limit;
 
 /// A request on the way to its permit. Dropping it frees its places.
 #[derive(Debug)]
@@ -139,7 +141,7 @@ impl Request {
     pub(super) fn enter(&mut self, now: Instant) -> Poll<Result<Leaving, Stopped>> {
         let parts = self.line.parts().iter().zip(&mut self.place.costs);
         for (index, (Part { core, key, .. }, cost)) in parts.enumerate() {
-            match no_slot::awaited_cost(core, *key, *cost) {
+            match stopped::awaited_cost(core, *key, *cost) {
                 Ok(awaited) => {
                     self.awaits_whole_limit |= awaited < *cost;
                     *cost = awaited;

@@ -179,7 +179,7 @@ impl World {
                 return;
             }
             Some(Err(NoSlot::Uncounted(_, probe))) => return self.left_uncounted(probe),
-            Some(Err(NoSlot::Refused(_)) | Err(NoSlot::QueueFull)) => return,
+            Some(Err(NoSlot::TooLate(_)) | Err(NoSlot::Refused(..))) => return,
         };
         let task = Arc::new(Task {
             woken: AtomicBool::new(true),
@@ -259,7 +259,7 @@ impl World {
                 self.answer_lost = true;
                 Stage::Ended
             }
-            Poll::Ready(Err(NoSlot::Refused(_)) | Err(NoSlot::QueueFull)) => Stage::Ended,
+            Poll::Ready(Err(NoSlot::TooLate(_)) | Err(NoSlot::Refused(..))) => Stage::Ended,
         };
         self.requests[index].stage = stage;
     }
