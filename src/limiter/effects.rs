@@ -23,7 +23,7 @@ use super::quotas::QuotaId;
 use super::reservation::Reservation;
 use super::settings::Settings;
 use super::store_call::StoreCall;
-use super::tasks::{self, unless_lost};
+use super::tasks;
 use crate::clock;
 use crate::error::StoreError;
 use crate::events;
@@ -32,7 +32,7 @@ use crate::join::join_all;
 use crate::key::Key;
 use crate::key_map::Full;
 use crate::limit::{Charge, UnusedPermits};
-use crate::store::{Claim, LeaseRequest, SetQuota, StoreListener, spawn};
+use crate::store::{Claim, LeaseRequest, SetQuota, StoreListener, spawn, unless_lost};
 
 /// How long a batching delay gives the tasks of the caller's runtime that are ready to run. If the
 /// runtime does not run them in this time, the next call is sent without them.

@@ -133,6 +133,5 @@ pub(crate) use start::slow as start_slow;
 pub use status::{KeyStatus, QuotaSource};
 pub(crate) use suspect::Suspect;
 pub(crate) use taken::Taken;
-pub(crate) use tasks::unless_lost;
 pub(crate) use wait::Wait;
 pub use waited::Waited;

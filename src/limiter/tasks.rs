@@ -9,7 +9,6 @@
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::future::Future;
-use std::panic::{self, AssertUnwindSafe};
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
@@ -72,35 +71,6 @@ pub(super) fn start(store: &Arc<dyn Store>, task: impl Future<Output = ()> + Sen
     }
     if let Some((store, task)) = next {
         spawn(&*store, task);
-    }
-}
-
-/// Makes a task that calls `lost` if it is dropped, with its runtime, before its end: also before its first poll.
-pub(crate) fn unless_lost(
-    task: impl Future<Output = ()> + Send + 'static,
-    lost: impl FnOnce() + Send + 'static,
-) -> impl Future<Output = ()> + Send + 'static {
-    let unless_lost = UnlessLost(Some(lost));
-    async move {
-        task.await;
-        unless_lost.end();
-    }
-}
-
-struct UnlessLost<F: FnOnce()>(Option<F>);
-
-impl<F: FnOnce()> UnlessLost<F> {
-    fn end(mut self) {
-        self.0 = None;
-    }
-}
-
-impl<F: FnOnce()> Drop for UnlessLost<F> {
-    fn drop(&mut self) {
-        if let Some(lost) = self.0.take() {
-            // The task may be dropped because it panicked. A second panic would end the process.
-            let _ = panic::catch_unwind(AssertUnwindSafe(lost));
-        }
     }
 }
 

@@ -1,6 +1,7 @@
 //! What a store does, and its replies: the [`Store`] trait and the contract that every store keeps.
 
 use std::future::Future;
+use std::panic::{self, AssertUnwindSafe};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 
@@ -279,6 +280,35 @@ pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + '
         background.spawn(Box::pin(task));
     } else if let Some(runtime) = blocking::runtime_for_tasks() {
         drop(runtime.spawn(task));
+    }
+}
+
+/// Makes a task that calls `lost` if it is dropped, with its runtime, before its end: also before its first poll.
+pub(crate) fn unless_lost(
+    task: impl Future<Output = ()> + Send + 'static,
+    lost: impl FnOnce() + Send + 'static,
+) -> impl Future<Output = ()> + Send + 'static {
+    let unless_lost = UnlessLost(Some(lost));
+    async move {
+        task.await;
+        unless_lost.end();
+    }
+}
+
+struct UnlessLost<F: FnOnce()>(Option<F>);
+
+impl<F: FnOnce()> UnlessLost<F> {
+    fn end(mut self) {
+        self.0 = None;
+    }
+}
+
+impl<F: FnOnce()> Drop for UnlessLost<F> {
+    fn drop(&mut self) {
+        if let Some(lost) = self.0.take() {
+            // The task may be dropped because it panicked. A second panic would end the process.
+            let _ = panic::catch_unwind(AssertUnwindSafe(lost));
+        }
     }
 }
 

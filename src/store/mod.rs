@@ -44,7 +44,7 @@ pub(crate) use custom::*;
 #[cfg_attr(docsrs, doc(cfg(feature = "unstable-store")))]
 pub use custom::*;
 pub(crate) use fallback::{FallbackStore, Share};
-pub(crate) use interface::{label, spawn};
+pub(crate) use interface::{label, spawn, unless_lost};
 pub(crate) use joint_call::JointCall;
 #[cfg(feature = "redis")]
 pub(crate) use joint_call::KeyCall;

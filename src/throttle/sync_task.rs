@@ -15,9 +15,8 @@ use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::limiter::unless_lost;
 use crate::stats::Gate;
-use crate::store::{Register, RegisterRequest, spawn};
+use crate::store::{Register, RegisterRequest, spawn, unless_lost};
 use crate::wakers::Wakers;
 
 /// How long the store keeps a register after its last change.

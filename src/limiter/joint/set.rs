@@ -22,10 +22,9 @@ use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, ProbeNumber, Stopped};
 use crate::limiter::slots::Slots;
-use crate::limiter::tasks::unless_lost;
 use crate::locks::lock;
 use crate::quota::LONGEST_LIFE;
-use crate::store::Refusal;
+use crate::store::{Refusal, unless_lost};
 use crate::wait_queue::{ANSWER, Left, WaitBound};
 use crate::wakers::Wakers;
 
