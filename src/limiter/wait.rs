@@ -29,9 +29,9 @@ use crate::store::Refusal;
 #[derive(Debug)]
 pub(crate) struct Wait {
     request: Request,
-    open: OpenRequest<Core>,
-    /// The same at the limiters of its other keys, whose drains wait for it and end its wait, too. It does not count there.
-    beside: Vec<OpenRequest<Core>>,
+    /// At the limiter of its first key, where it counts, and at those of its other keys. The drains of all wait for it, and
+    /// end its wait.
+    gates: SmallVec<[OpenRequest<Core>; 1]>,
     /// When the wait began.
     since: Instant,
     /// The name of its first key in errors and events.
@@ -44,20 +44,25 @@ impl Wait {
     /// Begins the wait of a request, which has entered at `since`.
     pub(super) fn begin(request: Request, since: Instant, label: Label) -> Box<Self> {
         let Part { core, key, .. } = &request.parts()[0];
-        let others = request.parts()[1..].iter();
-        let others = others.filter(|part| !part.core.settings.is_further_unit);
-        let beside = others.map(|part| {
-            OpenRequest::counted_elsewhere(part.core.clone(), part.key, since, WaitSpan::none())
-        });
-        let beside = beside.collect();
         let (because, hold) = request.because(since);
         let span = WaitSpan::begin(&label, because.name(), because.limit(), hold);
         let queued = request.queued();
-        let open = OpenRequest::begin(core.clone(), *key, since, &label, queued, span);
+        let first = OpenRequest::begin(core.clone(), *key, since, &label, queued, span);
+        let mut gates = SmallVec::from_buf([first]);
+        for Part { core, key, .. } in &request.parts()[1..] {
+            if !core.settings.is_further_unit {
+                let span = WaitSpan::none();
+                gates.push(OpenRequest::counted_elsewhere(
+                    core.clone(),
+                    *key,
+                    since,
+                    span,
+                ));
+            }
+        }
         Box::new(Wait {
             request,
-            open,
-            beside,
+            gates,
             since,
             label,
             because,
@@ -78,11 +83,11 @@ impl Wait {
         }
         let is_expired = taken.deadline().is_some_and(|until| until <= now);
         let is_held = !taken.is_probe() && self.request.held(now).is_some();
-        let mut gates = std::iter::once(&self.open).chain(&self.beside);
-        let is_stopped = is_expired || is_held || gates.any(OpenRequest::is_drained);
+        let is_stopped = is_expired || is_held || self.gates.iter().any(OpenRequest::is_drained);
         if !is_stopped && !taken.has_lost_slot(now) {
-            self.open.left(taken.outcome());
-            self.beside.clear();
+            for gate in &mut self.gates {
+                gate.left(taken.outcome());
+            }
             return Ok(Some(taken));
         }
         self.request.wait_again(taken);
@@ -109,7 +114,7 @@ impl Wait {
             && let Some(hold) = self.request.held(clock::now())
         {
             self.because = Because::Held;
-            self.open.held(self.because.name(), hold);
+            self.gates[0].held(self.because.name(), hold);
         }
     }
 
@@ -126,8 +131,8 @@ impl Wait {
         let limited = self
             .request
             .error_of(stopped, &self.label, Some(waited), now);
-        self.beside.clear();
-        self.open.refuse(limited)
+        self.gates.truncate(1);
+        self.gates[0].refuse(limited)
     }
 
     /// Ends the wait of a request that may leave.
@@ -165,8 +170,9 @@ impl Future for Wait {
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let this = &mut *self;
-        let mut is_drained = this.open.poll_drained(cx).is_ready();
-        for gate in &mut this.beside {
+        let mut is_drained = false;
+        // Each of them notes the task.
+        for gate in &mut this.gates {
             is_drained |= gate.poll_drained(cx).is_ready();
         }
         if is_drained {
