@@ -24,26 +24,31 @@ pub(super) struct KeyOnHold {
 }
 
 impl Request {
-    /// Returns the keys whose holds stop the request, each with its part. In the queue of a key, the queue obeys the hold of
-    /// that key.
-    fn hold_keys(&self) -> impl Iterator<Item = (usize, &Part, Key)> {
-        let is_in_queue = self.in_flight.is_empty() || matches!(self.stage, WaitStage::Slots);
-        let obeys = self.line.obeys_hold() && is_in_queue;
-        self.all_hold_keys(obeys)
-    }
-
-    /// Returns the keys whose holds stop the request, those that it costs something of, each with its part: the keys
-    /// themselves, unless their line `obeys` the hold, those of hosts, and those of its kind.
-    fn all_hold_keys(&self, obeys: bool) -> impl Iterator<Item = (usize, &Part, Key)> {
+    /// Returns the keys whose holds stop the request, those that it costs something of, each with its part: those of its
+    /// kind, the keys themselves, unless their line `obeys` the hold, and those of hosts.
+    fn hold_keys(&self, obeys: bool) -> impl Iterator<Item = (usize, &Part, Key)> {
         let of_kind = self.suspect.iter().flat_map(|suspect| &suspect.holds);
         let of_kind = of_kind.map(|(index, key)| (*index, &self.parts()[*index], *key));
-        of_kind.chain(hold_keys(self.parts(), &self.place.costs, obeys))
+        let parts = self.parts().iter().zip(&self.place.costs).enumerate();
+        let of_parts = parts.flat_map(move |(index, (part, cost))| {
+            let keys = [(!obeys).then_some(part.key), part.host_hold()];
+            let needed = keys.into_iter().flatten().filter(|_| *cost > 0);
+            needed.map(move |key| (index, part, key))
+        });
+        of_kind.chain(of_parts)
+    }
+
+    /// Returns whether its line obeys the hold of the key for the request: once it is in the queue of the key.
+    fn is_held_in_line(&self) -> bool {
+        let is_in_queue = self.in_flight.is_empty() || matches!(self.stage, WaitStage::Slots);
+        self.line.obeys_hold() && is_in_queue
     }
 
     /// Returns the hold that stops a request which enters, the one that ends last. Of a key without a state, another process
     /// may know a hold. If no call for the request will tell, the store is asked.
     pub(super) fn find_hold(&self, now: Instant) -> Option<KeyOnHold> {
-        let holds = self.hold_keys().filter_map(|(index, part, key)| {
+        let keys = self.hold_keys(self.is_held_in_line());
+        let holds = keys.filter_map(|(index, part, key)| {
             let Part { core, host, .. } = part;
             let is_of_queue = key == part.key;
             if let Some(host) = host.filter(|_| part.host_hold() == Some(key)) {
@@ -65,7 +70,7 @@ impl Request {
 
     /// Returns how long the request has to wait for the end of a hold.
     pub(in crate::limiter) fn held(&self, now: Instant) -> Option<Duration> {
-        let keys = self.all_hold_keys(false);
+        let keys = self.hold_keys(false);
         keys.filter_map(|(_, part, key)| part.core.held(key, now))
             .max()
     }
@@ -78,7 +83,8 @@ impl Request {
         let number = self.place.number;
         let keeps_state = self.line.has_place_on_hold();
         let mut is_any = false;
-        let holds = self.hold_keys().filter_map(|(index, part, key)| {
+        let keys = self.hold_keys(self.is_held_in_line());
+        let holds = keys.filter_map(|(index, part, key)| {
             is_any = true;
             let left = holds::watch(&part.core, key, number, keeps_state, now, cx)?;
             Some(KeyOnHold::new(index, key, left, now))
@@ -90,7 +96,7 @@ impl Request {
 
     pub(super) fn unwatch_holds(&self) {
         if self.watches {
-            for (_, part, key) in self.all_hold_keys(false) {
+            for (_, part, key) in self.hold_keys(false) {
                 holds::leave(&part.core, key, self.place.number);
             }
         }
@@ -174,8 +180,7 @@ impl Request {
     /// Returns the probes that the request leaves as. `None` if a hold or a probe stops one of its keys.
     pub(super) fn pass_holds(&self, now: Instant) -> Option<Vec<Probe>> {
         let mut probes: Vec<Probe> = Vec::new();
-        let obeys = self.line.obeys_hold();
-        for (_, part, key) in self.all_hold_keys(obeys) {
+        for (_, part, key) in self.hold_keys(self.line.obeys_hold()) {
             // Two keys may have the hold of one host.
             if probes.iter().any(|probe| probe.is_of(part.core.id, key)) {
                 continue;
@@ -185,23 +190,6 @@ impl Request {
         }
         Some(probes)
     }
-}
-
-/// Returns the keys whose holds stop a request, those that it costs something of, each with its part: the keys
-/// themselves, unless their line `obeys` the hold, and those of hosts.
-fn hold_keys<'a>(
-    parts: &'a [Part],
-    costs: &'a [u32],
-    obeys: bool,
-) -> impl Iterator<Item = (usize, &'a Part, Key)> {
-    let parts = parts.iter().enumerate();
-    let parts = parts.filter(|(index, _)| costs[*index] > 0);
-    parts.flat_map(move |(index, part)| {
-        let keys = [(!obeys).then_some(part.key), part.host_hold()];
-        keys.into_iter()
-            .flatten()
-            .map(move |key| (index, part, key))
-    })
 }
 
 impl KeyOnHold {
