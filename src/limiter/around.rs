@@ -84,9 +84,9 @@ pub(super) fn by_hand(core: CoreId, key: Key) {
 /// Notes a request of a layer that finds no permit at hand. Reports once that such requests take two permits each, if they do.
 #[cold]
 pub(crate) fn note_pair(first: &PartRef<'_>, label: &dyn Fn() -> Label) {
-    let (core, key) = first.core_and_key();
+    let PartRef { core, entry } = first;
     let pair = BY_HAND.take().filter(|by_hand| {
-        let is_same = by_hand.core == core.id && by_hand.key == key;
+        let is_same = by_hand.core == core.id && by_hand.key == entry.key;
         is_same && clock::now() < by_hand.at + MAKES_REQUEST
     });
     if core.settings.tally.count_pair(pair.is_some(), MOST_PAIRS) {

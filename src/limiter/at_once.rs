@@ -8,10 +8,8 @@ use std::time::Instant;
 
 use super::admitted::Admitted;
 use super::around;
-use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
-use super::joint;
 use super::key_state::KeyState;
 use super::part::{self, PartRef, PerPart};
 use super::quotas::QuotaId;
@@ -197,8 +195,10 @@ fn take_slots(
 
 /// Gives back permits that [`take_slots`] took.
 fn give_up(parts: &[PartRef<'_>], slots: PerPart<Option<Reservation>>) {
-    for (part, slot) in parts.iter().zip(&slots) {
-        counting::give_back_units(part.core, slot.as_ref());
+    for (PartRef { core, entry }, slot) in parts.iter().zip(slots) {
+        if let Some(slot) = slot {
+            core.settings.tally.give_back(slot.cost.into());
+            core.give_back(entry.key, slot);
+        }
     }
-    joint::give_back_of(parts.iter().map(PartRef::core_and_key), slots);
 }

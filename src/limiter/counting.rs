@@ -14,7 +14,6 @@ use std::time::Instant;
 use super::engine::Core;
 use super::key_state::KeyState;
 use super::quotas::QuotaId;
-use super::reservation::Reservation;
 use crate::clock;
 use crate::events;
 use crate::key::{Key, Label};
@@ -132,20 +131,6 @@ pub(super) fn passed(core: &Core, key: Key, units: u32) {
     if core.states.find(key, count).is_none() {
         core.tally().count(Outcome::Passed);
         core.tally().add_units(units.into());
-    }
-}
-
-/// Counts the units of a permit that was made for a request.
-pub(super) fn add_units(core: &Core, key: Key, slot: Option<&Reservation>) {
-    if let Some(slot) = slot {
-        core.add_units(key, slot.cost.into());
-    }
-}
-
-/// Subtracts the units of a permit that is given up unused.
-pub(super) fn give_back_units(core: &Core, slot: Option<&Reservation>) {
-    if let Some(slot) = slot {
-        core.tally().give_back(slot.cost.into());
     }
 }
 

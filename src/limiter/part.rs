@@ -83,10 +83,6 @@ impl<'a> PartRef<'a> {
         PartRef { core, entry }
     }
 
-    pub(super) fn core_and_key(&self) -> (&'a Arc<Core>, Key) {
-        (self.core, self.entry.key)
-    }
-
     /// Returns whether two parts would count a request twice under one key.
     pub(super) fn is_same(&self, other: &PartRef<'_>) -> bool {
         self.entry.key == other.entry.key && has_store_of(self.core, other.core)

@@ -22,7 +22,6 @@ use smallvec::SmallVec;
 
 use super::admitted::Admitted;
 use super::around;
-use super::counting;
 use super::engine::Core;
 use super::entry::Entry;
 use super::in_flight_slot::InFlightSlot;
@@ -35,7 +34,7 @@ use crate::error::{Limited, Reason};
 use crate::events;
 use crate::key::Key;
 use crate::refused::RefusedRequest;
-use crate::stats::Outcome;
+use crate::stats::{Gate, Outcome};
 use crate::store::Refusal;
 
 /// What a request has that may leave. Dropping it gives everything back.
@@ -111,9 +110,10 @@ impl OfKey {
     }
 
     fn count_units(&mut self) {
-        if !self.is_counted {
-            counting::add_units(&self.core, self.key, self.slot.as_ref());
-            self.is_counted = true;
+        if !std::mem::replace(&mut self.is_counted, true)
+            && let Some(slot) = &self.slot
+        {
+            self.core.add_units(self.key, slot.cost.into());
         }
     }
 
@@ -121,7 +121,7 @@ impl OfKey {
     fn bare_slot(&mut self, probes: &mut Vec<Probe>) -> Option<Reservation> {
         let mut slot = self.slot.take()?;
         if self.is_counted {
-            counting::give_back_units(&self.core, Some(&slot));
+            self.core.settings.tally.give_back(slot.cost.into());
         }
         // A slot that was lent goes back to the state of the lender, and the probe to that of the key.
         if slot.lender.is_none()

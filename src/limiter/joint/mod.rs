@@ -74,20 +74,13 @@ pub(super) fn ended(core: &Arc<Core>, key: Key, now: Instant, is_used: bool) {
 
 /// Gives back slots of `parts`.
 pub(super) fn give_back(parts: &[Part], slots: impl IntoIterator<Item = Option<Reservation>>) {
-    give_back_of(parts.iter().map(|part| (&part.core, part.key)), slots);
-}
-
-pub(super) fn give_back_of<'a>(
-    parts: impl Iterator<Item = (&'a Arc<Core>, Key)>,
-    slots: impl IntoIterator<Item = Option<Reservation>>,
-) {
     let now = clock::now();
-    for ((core, key), slot) in parts.zip(slots) {
+    for (Part { core, key, .. }, slot) in parts.iter().zip(slots) {
         if let Some(slot) = slot {
             if slot.until <= now {
-                ended(core, key, now, false);
+                ended(core, *key, now, false);
             }
-            core.give_back(key, slot);
+            core.give_back(*key, slot);
         }
     }
 }
