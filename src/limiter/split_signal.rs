@@ -27,6 +27,39 @@ pub(super) struct SignalKey {
     pub(super) holds_host: bool,
 }
 
+impl SignalKey {
+    /// Returns what its limits count. `None` for requests, and if the limiter was dropped.
+    fn unit(&self) -> Option<&str> {
+        self.spec.as_ref()?.quota().unit()
+    }
+
+    fn is_named(&self, word: &str) -> bool {
+        self.name
+            .is_some_and(|name| name.eq_ignore_ascii_case(word))
+    }
+
+    /// Returns whether its limits count the unit of a quota, and not requests.
+    fn counts_unit_of(&self, quota: &ObservedQuota) -> bool {
+        self.unit().is_some() && counts(quota, self.unit())
+    }
+
+    /// Returns whether one of its limits has the size and the window of a quota, and may count the same.
+    fn has_equal_of(&self, quota: &ObservedQuota) -> bool {
+        let mut limits = self.spec.iter().flat_map(|spec| spec.quota().limits());
+        let may_be_meant = self.unit().is_none() || self.counts_unit_of(quota);
+        may_be_meant
+            && limits.any(|limit| {
+                quota.window() == Some(limit.window())
+                    && quota.limit() == Some(u64::from(limit.count()))
+            })
+    }
+
+    fn has_limit_of(&self, quota: &ObservedQuota) -> bool {
+        let spec = self.spec.as_ref();
+        spec.is_some_and(|spec| states_limit_of(quota, spec))
+    }
+}
+
 /// Splits the signal of a response into one signal for each of `keys`. If it is a refusal, also
 /// returns the key that it is about.
 ///
@@ -43,76 +76,86 @@ pub(super) struct SignalKey {
 /// units. The last limit of a layer should be the narrowest, so that a refusal without a reason holds
 /// back the fewest requests.
 pub(super) fn split(signal: &Signal, keys: &[SignalKey]) -> (SmallVec<[Signal; 4]>, Option<usize>) {
-    let reach = keys.iter().map(|key| key.reach).max().unwrap_or_default();
-    let last = keys.iter().rposition(|key| !key.is_further_unit);
-    let is_reached = |index: usize, key: &SignalKey| match reach {
-        Reach::Shared => last.is_none_or(|last| index >= last),
-        reach => key.reach == reach,
-    };
-    let position = |is: &dyn Fn(&SignalKey) -> bool| {
-        let mut all = keys.iter().enumerate();
-        all.position(|(index, key)| is_reached(index, key) && is(key))
-    };
-    let first = position(&|_| true).unwrap_or(0);
-    let is_named =
-        |key: &SignalKey, word: &str| key.name.is_some_and(|name| name.eq_ignore_ascii_case(word));
-    let owner = |quota: &ObservedQuota| {
-        let has_name = |key: &SignalKey| quota.name().is_some_and(|name| is_named(key, name));
-        let unit = |key: &SignalKey| key.spec.as_ref().and_then(|spec| spec.quota().unit());
-        let has_unit_name = |key: &SignalKey| unit(key).is_some_and(|unit| names_unit(quota, unit));
-        let has_unit = |key: &SignalKey| unit(key).is_some() && counts(quota, unit(key));
-        let is_equal = |key: &SignalKey| {
-            let mut limits = key.spec.iter().flat_map(|spec| spec.quota().limits());
-            let may_be_meant = unit(key).is_none() || has_unit(key);
-            may_be_meant
-                && limits.any(|limit| {
-                    quota.window() == Some(limit.window())
-                        && quota.limit() == Some(u64::from(limit.count()))
-                })
-        };
-        let has_limit = |key: &SignalKey| {
-            let spec = key.spec.as_ref();
-            spec.is_some_and(|spec| states_limit_of(quota, spec))
-        };
-        position(&has_name)
-            .or_else(|| position(&has_unit_name))
-            .or_else(|| position(&is_equal))
-            .or_else(|| position(&has_limit))
-            .or_else(|| position(&has_unit))
-    };
-    let refused: Option<Range<usize>> = signal.refusal().map(|_| {
-        let by_scope = signal.scope().and_then(|scope| {
-            position(&|key| key.has_on_scope).or_else(|| position(&|key| is_named(key, scope)))
-        });
-        let used_up = || {
-            let mut quotas = signal.quotas().iter();
-            quotas.find_map(|quota| owner(quota).filter(|_| quota.is_used_up()))
-        };
-        if let Some(known) = by_scope.or_else(used_up) {
-            return known..known + 1;
+    let reached = ReachedKeys::of(keys);
+    let first = reached.position(|_| true).unwrap_or(0);
+    let refused = reached.refused_by(signal);
+    let mut signals = SmallVec::new();
+    for index in 0..keys.len() {
+        let mut own = signal.clone().without_quotas();
+        for quota in signal.quotas() {
+            if reached.owner_of(quota).unwrap_or(first) == index {
+                own = own.with_quota(quota.clone());
+            }
         }
-        let mut all = keys.iter().enumerate();
-        let last = all.rposition(|(index, key)| is_reached(index, key) && !key.is_further_unit);
-        let last = last.unwrap_or(0);
-        let further = keys[last + 1..].iter();
-        let further = further.take_while(|key| key.is_further_unit && !keys[last].holds_host);
-        last..last + 1 + further.count()
-    });
-    let signal_of = |index: usize| {
-        let quotas = signal.quotas().iter();
-        let own = quotas.filter(|quota| owner(quota).unwrap_or(first) == index);
-        let stated = own.fold(signal.clone().without_quotas(), |signal, quota| {
-            signal.with_quota(quota.clone())
-        });
-        if refused
-            .as_ref()
-            .is_some_and(|refused| refused.contains(&index))
-        {
-            stated
+        let is_refused = refused.as_ref().is_some_and(|keys| keys.contains(&index));
+        signals.push(if is_refused {
+            own
         } else {
-            stated.with_refusal(None)
-        }
-    };
-    let signals = (0..keys.len()).map(signal_of).collect();
+            own.with_refusal(None)
+        });
+    }
     (signals, refused.map(|refused| refused.start))
+}
+
+/// The keys of a joint request, some of which a response may reach: see [`split`].
+struct ReachedKeys<'a> {
+    keys: &'a [SignalKey],
+    reach: Reach,
+    /// The last key, with its first unit. `None` if there is no such key.
+    last: Option<usize>,
+}
+
+impl<'a> ReachedKeys<'a> {
+    fn of(keys: &'a [SignalKey]) -> Self {
+        ReachedKeys {
+            keys,
+            reach: keys.iter().map(|key| key.reach).max().unwrap_or_default(),
+            last: keys.iter().rposition(|key| !key.is_further_unit),
+        }
+    }
+
+    fn is_reached(&self, index: usize) -> bool {
+        match self.reach {
+            Reach::Shared => self.last.is_none_or(|last| index >= last),
+            reach => self.keys[index].reach == reach,
+        }
+    }
+
+    /// Returns the first key that is `wanted`, of those that the response may reach.
+    fn position(&self, wanted: impl Fn(&SignalKey) -> bool) -> Option<usize> {
+        let mut all = 0..self.keys.len();
+        all.find(|index| self.is_reached(*index) && wanted(&self.keys[*index]))
+    }
+
+    /// Returns the key that a quota is about, if one says so by its name, its unit or a limit.
+    fn owner_of(&self, quota: &ObservedQuota) -> Option<usize> {
+        self.position(|key| quota.name().is_some_and(|name| key.is_named(name)))
+            .or_else(|| self.position(|key| key.unit().is_some_and(|unit| names_unit(quota, unit))))
+            .or_else(|| self.position(|key| key.has_equal_of(quota)))
+            .or_else(|| self.position(|key| key.has_limit_of(quota)))
+            .or_else(|| self.position(|key| key.counts_unit_of(quota)))
+    }
+
+    /// Returns the key that a refusal is about. If the response does not say which, the last one in all of its units.
+    /// `None` if it is no refusal.
+    fn refused_by(&self, signal: &Signal) -> Option<Range<usize>> {
+        signal.refusal()?;
+        let by_scope = signal.scope().and_then(|scope| {
+            self.position(|key| key.has_on_scope)
+                .or_else(|| self.position(|key| key.is_named(scope)))
+        });
+        let known = by_scope.or_else(|| {
+            let mut used_up = signal.quotas().iter().filter(|quota| quota.is_used_up());
+            used_up.find_map(|quota| self.owner_of(quota))
+        });
+        if let Some(known) = known {
+            return Some(known..known + 1);
+        }
+        let mut all = (0..self.keys.len()).rev();
+        let last = all.find(|index| self.is_reached(*index) && !self.keys[*index].is_further_unit);
+        let last = last.unwrap_or(0);
+        let further = self.keys[last + 1..].iter();
+        let further = further.take_while(|key| key.is_further_unit && !self.keys[last].holds_host);
+        Some(last..last + 1 + further.count())
+    }
 }
