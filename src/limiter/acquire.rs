@@ -97,12 +97,12 @@ impl Acquire {
     }
 
     fn of_units(cores: &Cores, key: Key) -> Self {
-        let part = |core: &Arc<Core>| NewPart {
+        let parts = cores.all().map(|core| NewPart {
             core: core.clone(),
             entry: Entry::new(core.key_of(key), Cost::default().under(core.unit())),
             named: key,
-        };
-        Acquire(Step::Units(cores.clone(), cores.all().map(part).collect()))
+        });
+        Acquire(Step::Units(cores.clone(), parts.collect()))
     }
 
     /// Sets what the request costs: a number of requests, or a [`Cost`] with other units. Default: one
@@ -145,19 +145,11 @@ impl Acquire {
     /// # }
     /// ```
     pub fn class(mut self, class: &str) -> Self {
-        let change = |core: &mut Arc<Core>, key: &mut Key| {
-            if let Some((part, part_key)) = core.part_of_class(*key, class) {
-                (*core, *key) = (part, part_key);
-            }
-            if core.class() != Some(class) && !core.settings.is_further_unit {
-                counting::unknown_class(core, class);
-            }
-        };
         match &mut self.0 {
-            Step::New(core, request) => change(core, &mut request.key),
+            Step::New(core, request) => set_class(core, &mut request.key, class),
             Step::Units(_, parts) => {
                 for NewPart { core, entry, .. } in parts {
-                    change(core, &mut entry.key);
+                    set_class(core, &mut entry.key, class);
                 }
             }
             Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
@@ -480,6 +472,16 @@ impl Acquire {
                 panic!("an Acquire future was polled before `and` or `explain`")
             }
         }
+    }
+}
+
+/// Gives a request that has not entered the part of its key that a class has.
+fn set_class(core: &mut Arc<Core>, key: &mut Key, class: &str) {
+    if let Some((part, part_key)) = core.part_of_class(*key, class) {
+        (*core, *key) = (part, part_key);
+    }
+    if core.class() != Some(class) && !core.settings.is_further_unit {
+        counting::unknown_class(core, class);
     }
 }
 

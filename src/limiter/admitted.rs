@@ -42,8 +42,7 @@ impl Admitted {
         let &Admitted { key, host, .. } = self;
         let is_of_host = host.is_some_and(|host| {
             let named = core.settings.name.map(|name| host.and(name));
-            let is_own = |host| core.key_of(host) == key;
-            is_own(host) || named.is_some_and(is_own)
+            core.key_of(host) == key || named.is_some_and(|named| core.key_of(named) == key)
         });
         // The requests of all classes have the key.
         let first = core.part_at(0, key);

@@ -156,13 +156,11 @@ fn request() -> Option<(CoreId, Option<Moment>)> {
 pub(crate) struct Mark(Surroundings);
 
 impl Mark {
-    /// Marks the thread.
     #[inline]
     pub(crate) fn set() -> Self {
         Mark(AROUND.replace(Surroundings::Call))
     }
 
-    /// Removes the mark.
     #[inline]
     pub(crate) fn remove(self) {
         AROUND.set(self.0);

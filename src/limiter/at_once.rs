@@ -10,7 +10,6 @@ use super::admitted::Admitted;
 use super::around;
 use super::engine::Core;
 use super::entry::Entry;
-use super::key_state::KeyState;
 use super::part::{self, PartRef, PerPart};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
@@ -109,14 +108,14 @@ fn is_host_clear(core: &Core, key: Key, host: Option<Key>, now: Moment) -> bool 
     }
     let hold = core.hosts.hold_within_all(host);
     let max_hold = core.settings.max_hold;
-    let look = |state: &mut KeyState| {
+    let known = core.states.find(hold, |state| {
         let is_clear = state.hold.is_clear(max_hold, now.instant());
         if let Some(first) = first {
             first.set_clear(is_clear);
         }
         is_clear
-    };
-    core.states.find(hold, look).unwrap_or(false)
+    });
+    known.unwrap_or(false)
 }
 
 /// Takes the permits at hand of a request, of each of its keys, and counts the request. Returns `None` if it has to take
@@ -162,8 +161,10 @@ fn take_slots(
     slots: &mut PerPart<Option<Reservation>>,
 ) -> bool {
     // A request that counts twice under one key is refused.
-    let is_repeated = || part::repeated(parts).is_some();
-    if around::is_any() || parts[0].core.joint.is_any_waiting(parts) || is_repeated() {
+    if around::is_any()
+        || parts[0].core.joint.is_any_waiting(parts)
+        || part::repeated(parts).is_some()
+    {
         return false;
     }
     let take = |part: &PartRef<'_>, counting| {

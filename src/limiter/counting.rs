@@ -114,8 +114,10 @@ impl Gate for Core {
         let now = clock::now();
         let mut keys = Vec::new();
         self.states.for_each(|key, _| keys.push(key));
-        let stop = |key| self.with_state(key, now, |state, ctx| state.stop(ctx, by));
-        let given_back = keys.into_iter().filter_map(stop).sum();
+        let given_back = keys
+            .into_iter()
+            .filter_map(|key| self.with_state(key, now, |state, ctx| state.stop(ctx, by)))
+            .sum();
         self.joint.end_by(by);
         given_back
     }
@@ -127,8 +129,8 @@ impl Gate for Core {
 
 /// Counts the request of `key` that got a slot of these `units` at once, on the slow path.
 pub(super) fn passed(core: &Core, key: Key, units: u32) {
-    let count = |state: &mut KeyState| state.counts.pass(units);
-    if core.states.find(key, count).is_none() {
+    let counted = core.states.find(key, |state| state.counts.pass(units));
+    if counted.is_none() {
         core.tally().count(Outcome::Passed);
         core.tally().add_units(units.into());
     }

@@ -39,17 +39,15 @@ pub(super) async fn wait_for_statements(
     if !core.is_divided() {
         return Ok(());
     }
-    let waits_too_long = |now| {
-        core.with_state(key, now, |state, ctx| state.undivided_beyond(ctx, latest))
-            .flatten()
-    };
     loop {
         let now = clock::now();
         match core.with_new_state(key, now, KeyState::join_round) {
             Ok(JoinedRound::IsStated) | Err(Full) => return Ok(()),
             Ok(JoinedRound::Begins) => run_statements(core.clone(), key).await,
             Ok(JoinedRound::IsUnderWay { until }) => {
-                if let Some(wait) = waits_too_long(now) {
+                let too_long =
+                    core.with_state(key, now, |state, ctx| state.undivided_beyond(ctx, latest));
+                if let Some(wait) = too_long.flatten() {
                     return Err(wait);
                 }
                 let until = until.max(Some(clock::after(now, LOOKS_AGAIN)));
@@ -193,7 +191,6 @@ struct StatementOutcome {
     answered: Instant,
     /// Until when callers without a division may use more than the part, if they were looked for.
     undivided_until: Option<Instant>,
-    /// The hold of the part.
     hold: HoldState,
 }
 

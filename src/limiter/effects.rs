@@ -93,32 +93,43 @@ impl Core {
     fn visit_new(self: &Arc<Self>, key: Key, now: Instant, act: Act<'_>) -> Result<(), Full> {
         let guard = self.settings.guard.as_ref();
         let guarded = guard.map(|guard| NewKey::new(guard, self.whole(key)));
-        let new = || {
-            let mut state = KeyState::new(self.settings.spec.life());
-            let stopped = guarded.and_then(|key| key.begins(&self.settings.tally, now));
-            if let Some(left) = stopped {
-                state.begin_held(left, now);
-            }
-            state
-        };
         let mut gone: SmallVec<[Key; 4]> = SmallVec::new();
-        let forgotten = |key, mut state: Box<KeyState>| {
-            self.hosts.touch(key);
-            if guard.is_some() {
-                gone.push(key);
-            }
-            self.settings.tally.absorb(&state.counts);
-            let own = self.own_spec(&mut state, now);
-            state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
-        };
-        let visit = |state: &mut KeyState| self.visit(key, state, now, act);
-        let entered = self.states.enter(key, now, new, forgotten, visit);
+        let entered = self.states.enter(
+            key,
+            now,
+            || self.new_state(guarded, now),
+            |key, state| {
+                if guard.is_some() {
+                    gone.push(key);
+                }
+                self.forget_state(key, state, now);
+            },
+            |state| self.visit(key, state, now, act),
+        );
         if let Some(guard) = guard {
             gone.iter()
                 .for_each(|key| guard.forget_key(self.whole(*key)));
         }
         self.run(key, now, entered?);
         Ok(())
+    }
+
+    /// Makes the state of a key, which a guard may stop.
+    fn new_state(&self, guarded: Option<NewKey<'_>>, now: Instant) -> KeyState {
+        let mut state = KeyState::new(self.settings.spec.life());
+        let stopped = guarded.and_then(|key| key.begins(&self.settings.tally, now));
+        if let Some(left) = stopped {
+            state.begin_held(left, now);
+        }
+        state
+    }
+
+    /// Keeps the counts of a state that is evicted, and gives back its permits.
+    fn forget_state(&self, key: Key, mut state: Box<KeyState>, now: Instant) {
+        self.hosts.touch(key);
+        self.settings.tally.absorb(&state.counts);
+        let own = self.own_spec(&mut state, now);
+        state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
     }
 
     /// Visits the state of `key`, whose lock the caller holds. Returns the work that the visit leaves.

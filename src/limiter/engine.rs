@@ -205,13 +205,11 @@ impl Core {
     /// Returns the limits of `key` that decide about a request.
     pub(super) fn quota_of(&self, key: Key) -> Arc<LimitSpec> {
         let Settings { spec, quotas, .. } = &self.settings;
-        let own = |state: &mut KeyState| state.limits.quota().cloned();
-        let own = if quotas.is_any() {
-            self.states.find(key, own).flatten()
-        } else {
-            None
-        };
-        own.unwrap_or_else(|| spec.clone())
+        if !quotas.is_any() {
+            return spec.clone();
+        }
+        let own = self.states.find(key, |state| state.limits.quota().cloned());
+        own.flatten().unwrap_or_else(|| spec.clone())
     }
 
     /// Returns the quota that requests have stated for `key`.
@@ -279,15 +277,17 @@ impl Core {
             }
             return;
         }
-        let note = |core: &Core, key| {
-            let is_known = || core.states.find(key, |_| ()).is_some();
-            core.hosts.of_keys.note(key, host, is_known);
-        };
         // The requests of all classes have the key.
         match self.part_at(0, key) {
-            Some((first, key)) => note(&first, key),
-            None => note(self, key),
+            Some((first, key)) => first.note_host_of_key(key, host),
+            None => self.note_host_of_key(key, host),
         }
+    }
+
+    #[inline]
+    fn note_host_of_key(&self, key: Key, host: Key) {
+        let of_keys = &self.hosts.of_keys;
+        of_keys.note(key, host, || self.states.find(key, |_| ()).is_some());
     }
 
     /// Returns the name of what the limits count.
@@ -385,9 +385,10 @@ impl Core {
     /// Returns the limits of this part of the quota of `key`, of which requests have stated that it has
     /// the quota number `quota`.
     pub(super) fn spec_of_part(&self, key: Key, quota: Option<QuotaId>) -> Arc<LimitSpec> {
-        let set = |state: &mut KeyState| state.limits.set_spec().cloned();
-        let set = self.states.find(key, set).flatten();
-        let spec = set.or_else(|| self.spec_of(quota?));
+        let set = self
+            .states
+            .find(key, |state| state.limits.set_spec().cloned());
+        let spec = set.flatten().or_else(|| self.spec_of(quota?));
         spec.unwrap_or_else(|| self.settings.spec.clone())
     }
 

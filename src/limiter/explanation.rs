@@ -320,7 +320,7 @@ impl KeyExplanation {
             if usage.reserved > 0 {
                 write!(f, ", {} reserved for other clients", usage.reserved)?;
             }
-            if usage.wait == Duration::MAX && matches!(usage.limit, Limit::InFlight { .. }) {
+            if usage.wait == Duration::MAX && usage.is_in_flight() {
                 write!(f, "; free when a call ends")?;
             } else if usage.wait == Duration::MAX {
                 write!(f, "; allows no such request")?;
@@ -428,17 +428,15 @@ pub(crate) struct Shown(pub(crate) Duration);
 
 impl fmt::Display for Shown {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let tenths = |f: &mut fmt::Formatter<'_>, tenths: u128, unit| {
-            let (whole, rest) = (tenths / 10, tenths % 10);
-            if rest == 0 {
-                write!(f, "{whole}{unit}")
-            } else {
-                write!(f, "{whole}.{rest}{unit}")
-            }
-        };
         let micros = self.0.as_nanos().div_ceil(1000);
         match micros {
-            0..10_000 => tenths(f, micros.div_ceil(100), "ms"),
+            0..10_000 => {
+                let tenths = micros.div_ceil(100);
+                match tenths % 10 {
+                    0 => write!(f, "{}ms", tenths / 10),
+                    rest => write!(f, "{}.{rest}ms", tenths / 10),
+                }
+            }
             10_000..999_001 => write!(f, "{}ms", micros.div_ceil(1000)),
             999_001..9_999_001 => write!(f, "{:?}", whole_millis(self.0)),
             9_999_001..599_000_001 => write!(f, "{}s", micros.div_ceil(1_000_000)),

@@ -177,8 +177,10 @@ pub(super) fn pass(core: &Core, key: Key, now: Instant) -> Result<Option<Probe>,
 /// the key.
 pub(super) fn blocked(core: &Arc<Core>, key: Key, now: Instant) -> Option<Option<Duration>> {
     let max_hold = core.settings.max_hold;
-    let blocked = |state: &mut KeyState| state.hold.blocked_for(max_hold, now);
-    match core.states.find(key, blocked)? {
+    let blocked = core
+        .states
+        .find(key, |state| state.hold.blocked_for(max_hold, now));
+    match blocked? {
         None => Some(None),
         Some(_) => still_blocked(core, key, now),
     }

@@ -89,17 +89,16 @@ impl KeyHosts {
     fn note_slow(&self, key: Key, host: Key, is_known: impl FnOnce() -> bool) {
         let hosts = self.hosts.get_or_init(|| KeyMap::new(self.max_keys));
         let now = clock::now();
-        // A key that was used before there were several hosts is of the first one.
-        let earlier = || self.first.get().filter(|_| is_known()).copied();
-        let make = || KeyHost {
-            only: Some(earlier().unwrap_or(host)),
-            seen: now,
-        };
         // If there is no room, the key counts as one of several hosts.
         let _ = hosts.enter(
             key,
             now,
-            make,
+            || {
+                // A key that was used before there were several hosts is of the first one.
+                let earlier = self.first.get().filter(|_| is_known());
+                let only = Some(*earlier.unwrap_or(&host));
+                KeyHost { only, seen: now }
+            },
             |_, _| {},
             |known| {
                 known.only = known.only.filter(|only| *only == host);

@@ -66,8 +66,8 @@ impl InFlightSlot {
     /// Returns whether the store may have granted the slot to another call. Always `false` with
     /// [`OnStoreError::FailOpen`]. The slots of a call are [joined](Self::and) when it leaves: before, each is asked.
     pub(super) fn is_lost(&self, now: Instant) -> bool {
-        let is_lost = |calls: &mut KeyCalls, slot| calls.is_lost(slot, now);
-        self.0.guarded(is_lost).unwrap_or(false)
+        let is_lost = self.0.guarded(|calls, slot| calls.is_lost(slot, now));
+        is_lost.unwrap_or(false)
     }
 
     /// Ready when the store may have granted the slot to another call: then this call has to end.
@@ -79,10 +79,10 @@ impl InFlightSlot {
 
     /// Ready with the first slot of the call that is lost.
     fn poll_lost_slot(&self, cx: &Context<'_>) -> Poll<&TakenSlot> {
-        let poll_lost = |calls: &mut KeyCalls, slot| calls.poll_lost(slot, cx);
-        let lost = self.0.guarded(poll_lost).unwrap_or(Poll::Pending);
+        let lost = self.0.guarded(|calls, slot| calls.poll_lost(slot, cx));
+        let lost = lost.unwrap_or(Poll::Pending).map(|()| &*self.0);
         let others = self.0.others.iter().map(|other| other.poll_lost_slot(cx));
-        std::iter::once(lost.map(|()| &*self.0))
+        std::iter::once(lost)
             .chain(others)
             .find(Poll::is_ready)
             .unwrap_or(Poll::Pending)

@@ -42,7 +42,6 @@ impl Evict for KeyRow {
 }
 
 impl KeyRow {
-    /// Visits the state.
     #[inline]
     fn visit<R>(&mut self, visit: impl FnOnce(&mut KeyState) -> R) -> R {
         self.state.collect(&mut self.offer);
@@ -78,10 +77,10 @@ impl KeyStates {
     #[inline]
     pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Moment) -> bool {
         if key != Key::ALL {
-            let spend = |row: &mut KeyRow| {
+            let spent = self.map.find(key, |row| {
                 row.has_quota(quota) && row.offer.take(cost, CountedAs::Request, now)
-            };
-            return self.map.find(key, spend) == Some(true);
+            });
+            return spent == Some(true);
         }
         quota == QuotaId::NONE && self.unlocked.spend(cost, now)
             || self
@@ -100,11 +99,11 @@ impl KeyStates {
         now: Moment,
     ) -> Option<Reservation> {
         if key != Key::ALL {
-            let take = |row: &mut KeyRow| {
+            let slot = self.map.find(key, |row| {
                 let taken = row.has_quota(quota) && row.offer.take(cost, counting, now);
                 taken.then(|| row.state.offered(cost, now.instant()))
-            };
-            return self.map.find(key, take).flatten().flatten();
+            });
+            return slot.flatten().flatten();
         }
         if quota == QuotaId::NONE
             && let Some(slot) = self.unlocked.take(cost, counting, now)
@@ -122,10 +121,10 @@ impl KeyStates {
         counting: CountedAs,
         now: Moment,
     ) -> Option<Reservation> {
-        let take = |state: &mut KeyState| {
+        let slot = self.find(Key::ALL, |state| {
             has_quota(state, quota).then(|| state.take_at_once(cost, counting, now.instant()))
-        };
-        self.find(Key::ALL, take).flatten().flatten()
+        });
+        slot.flatten().flatten()
     }
 
     /// Takes a permit of one unit of [`Key::ALL`] for a request that leaves at once, if one is at hand without a
@@ -161,7 +160,6 @@ impl KeyStates {
         self.map.len()
     }
 
-    /// Returns whether there is room for the state of `key`.
     pub(super) fn has_room(&self, key: Key, now: Instant) -> bool {
         self.map.has_room(key, now)
     }
@@ -194,25 +192,31 @@ impl KeyStates {
         mut forgotten: impl FnMut(Key, Box<KeyState>),
         visit: impl FnOnce(&mut KeyState) -> R,
     ) -> Result<R, Full> {
-        let forgotten = |key, row: KeyRow| {
-            let KeyRow {
-                mut offer,
-                mut state,
-            } = row;
-            if key == Key::ALL {
-                state.collect_unlocked(&self.unlocked);
-                self.unlocked.forget_state();
-            } else {
-                state.collect(&mut offer);
-            }
-            forgotten(key, state);
-        };
-        let make = || KeyRow {
-            offer: Offer::none(Moment::of(now)),
-            state: Box::new(make()),
-        };
-        let visit = |row: &mut KeyRow| self.visit(key, row, visit);
-        self.map.enter(key, now, make, forgotten, visit)
+        self.map.enter(
+            key,
+            now,
+            || KeyRow {
+                offer: Offer::none(Moment::of(now)),
+                state: Box::new(make()),
+            },
+            |key, row| forgotten(key, self.forget(key, row)),
+            |row| self.visit(key, row, visit),
+        )
+    }
+
+    /// Takes the permits at hand of a row that is evicted back into its state.
+    fn forget(&self, key: Key, row: KeyRow) -> Box<KeyState> {
+        let KeyRow {
+            mut offer,
+            mut state,
+        } = row;
+        if key == Key::ALL {
+            state.collect_unlocked(&self.unlocked);
+            self.unlocked.forget_state();
+        } else {
+            state.collect(&mut offer);
+        }
+        state
     }
 
     /// Visits the states of all keys, a shard at a time.

@@ -454,9 +454,10 @@ impl Limiter {
     /// Makes a limiter whose quota is divided: `rest` is that of the requests of no class.
     pub(crate) fn divided(rest: Limiter, classes: Vec<(&'static str, Limiter)>) -> Self {
         for (unit, core) in rest.0.all().enumerate() {
-            let of_class = |(_, limiter): &(_, Limiter)| limiter.0.all().nth(unit).cloned();
-            let classes = classes.iter().filter_map(of_class);
-            let parts: Vec<Arc<Core>> = std::iter::once(core.clone()).chain(classes).collect();
+            let mut parts = vec![core.clone()];
+            for (_, limiter) in &classes {
+                parts.extend(limiter.0.all().nth(unit).cloned());
+            }
             for part in &parts {
                 part.note_parts(&parts);
             }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::cores::Cores;
 use super::engine::Core;
-use super::key_state::{HeaderTrust, KeyContext, KeyState};
+use super::key_state::HeaderTrust;
 use super::quotas::{QuotaId, spec_of};
 use super::settings::Settings;
 use crate::clock;
@@ -69,10 +69,10 @@ pub(super) fn learn(core: &Arc<Core>, key: Key, signal: Option<&Signal>, now: In
     if !matches!(learn, HeaderTrust::Stricter | HeaderTrust::Replace) {
         return;
     }
-    let to_learn = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
+    let learned = core.with_state(key, now, |state, ctx| {
         state.learn_limits(*learn, spec, signal, ctx)
-    };
-    let Some(learned) = core.with_state(key, now, to_learn).flatten() else {
+    });
+    let Some(learned) = learned.flatten() else {
         return;
     };
     let change = Change::Quota {
@@ -135,11 +135,11 @@ pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(),
 /// Ends the limits that the upstream has stated for `key`, in all processes, whether this process knows of them or
 /// not. A quota that an operator has set stays.
 pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let known = |state: &mut KeyState| {
+    let known = core.states.find(key, |state| {
         let life = state.limits.learned_life(clock::now())?;
         Some((state.limits.set_quota_version(), life))
-    };
-    let mut learned = core.states.find(key, known).flatten();
+    });
+    let mut learned = known.flatten();
     if learned.is_none() {
         let request = core.peek_request(key, &core.terms(key));
         // The store of a process that ignores headers leaves learned quotas out.

@@ -1,5 +1,6 @@
 //! The keys of a request.
 
+use std::ptr;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -63,11 +64,10 @@ pub(super) fn earliest_deadline(parts: &[NewPart]) -> Option<Instant> {
 
 /// Returns the first of the parts that would count a request a second time under one key.
 pub(super) fn repeated(parts: &[PartRef<'_>]) -> Option<usize> {
-    let is_repeated = |index: &usize| {
+    (0..parts.len()).find(|index| {
         let part = &parts[*index];
         parts[..*index].iter().any(|other| other.is_same(part))
-    };
-    (0..parts.len()).find(is_repeated)
+    })
 }
 
 /// Returns the part that has the label of the part `index`: all units of a key have the label of the first.
@@ -145,6 +145,6 @@ impl Part {
 /// Returns whether two limiters count in one store. Stores with a fallback are decorated, so they are compared without
 /// it.
 pub(super) fn has_store_of(core: &Core, other: &Core) -> bool {
-    let store = |core: &Core| Arc::as_ptr(&core.settings.shared_store).cast::<()>();
-    store(core) == store(other)
+    let (one, other) = (&core.settings.shared_store, &other.settings.shared_store);
+    ptr::addr_eq(Arc::as_ptr(one), Arc::as_ptr(other))
 }

@@ -215,12 +215,15 @@ impl Quotas {
                  and of sliding windows only if the other is one with counted_within",
             ));
         }
-        let parts = self.parts(quota)?.into_iter().enumerate();
-        let specs = parts.map(|(part, quota)| {
-            let limits = |quota: Quota| Ok((quota.unit(), Arc::new(self.limits(quota, part)?)));
-            quota.by_unit().into_iter().map(limits).collect()
-        });
-        specs.collect()
+        let mut parts = Vec::new();
+        for (part, quota) in self.parts(quota)?.into_iter().enumerate() {
+            let mut specs = Specs::new();
+            for quota in quota.by_unit() {
+                specs.push((quota.unit(), Arc::new(self.limits(quota, part)?)));
+            }
+            parts.push(specs);
+        }
+        Ok(parts)
     }
 
     #[cold]
@@ -259,11 +262,12 @@ impl Quotas {
     /// Returns what all quotas of one limiter have in common: the units, whether calls in flight are
     /// limited, and whether a settlement moves units.
     fn shape(&self, quota: &Quota) -> (Vec<(&'static str, bool)>, bool) {
-        let moves = |quota: Quota| !self.moved_within(&quota).is_zero();
-        let units = quota.units();
-        let mut units: Vec<_> = units
-            .map(|unit| (unit, quota.of_unit(unit).is_some_and(moves)))
-            .collect();
+        let units = quota.units().map(|unit| {
+            let of_unit = quota.of_unit(unit);
+            let moves = of_unit.is_some_and(|quota| !self.moved_within(&quota).is_zero());
+            (unit, moves)
+        });
+        let mut units: Vec<_> = units.collect();
         units.sort_unstable();
         (units, quota.most_in_flight().is_some())
     }

@@ -10,6 +10,7 @@ use super::holds;
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_of_use};
 use super::own_quota;
 use super::probe::Probe;
+use super::reservation::ProbeNumber;
 use super::settings::Settings;
 use crate::clock;
 use crate::key::Key;
@@ -70,27 +71,13 @@ impl AnsweredCall<'_> {
         let of_all = Some(key).filter(|key| *key != hold);
         let now = clock::now();
         let limited = signal.refusal().is_some();
-        let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| {
-            let probe = self
-                .probes
-                .iter()
-                .find(|probe| probe.is_of(core.id, ctx.key));
-            let probe = probe.map(Probe::number);
-            let is_accepted = !limited && !self.is_bad;
-            if let Some(kind) = self.kind.filter(|_| is_accepted)
-                && let Some(suspicion) = state.hold.suspicion_mut()
-            {
-                suspicion.accepted(kind, sent);
-            }
-            let is_released = is_accepted && state.hold.accepted_upstream(probe, sent, now);
-            if is_released {
-                state.hold_changed(ctx);
-            }
-            is_released
-        };
+        let is_accepted = !limited && !self.is_bad;
         let of_kind = self.kind.map(|kind| hold.of_kind(kind));
         for held in std::iter::once(hold).chain(of_all).chain(of_kind) {
-            if core.with_state(held, now, accept) == Some(true) {
+            let is_released = core.with_state(held, now, |state, ctx| {
+                is_accepted && self.accept(core, state, ctx)
+            });
+            if is_released == Some(true) {
                 // The probe was accepted, so the other requests may leave, in all processes, unless another one was
                 // refused meanwhile. The answer of the store is not needed.
                 let Settings { store, .. } = &core.settings;
@@ -130,6 +117,30 @@ impl AnsweredCall<'_> {
         core.with_state(key, now, KeyState::pass_on);
     }
 
+    /// Takes in that the upstream has accepted the request, in the state of a key whose holds it obeys. Returns whether that
+    /// releases the key.
+    fn accept(&self, core: &Core, state: &mut KeyState, ctx: &mut KeyContext<'_>) -> bool {
+        let sent = self.admitted.at.instant();
+        if let Some(kind) = self.kind
+            && let Some(suspicion) = state.hold.suspicion_mut()
+        {
+            suspicion.accepted(kind, sent);
+        }
+        let probe = self.probe_of(core, ctx.key);
+        let is_released = state.hold.accepted_upstream(probe, sent, ctx.now);
+        if is_released {
+            state.hold_changed(ctx);
+        }
+        is_released
+    }
+
+    /// Returns the number of the probe of `key` that the request left as, if it did.
+    fn probe_of(&self, core: &Core, key: Key) -> Option<ProbeNumber> {
+        let mut probes = self.probes.iter();
+        let probe = probes.find(|probe| probe.is_of(core.id, key));
+        probe.map(Probe::number)
+    }
+
     /// Takes in the limits that a response states and how much of them is left.
     fn learn(&self, core: &Arc<Core>, signal: &Signal, now: Instant) {
         let learn = core.settings.learn;
@@ -151,8 +162,7 @@ impl AnsweredCall<'_> {
 
     /// Lets another request probe `key`, if this one was its probe: its refusal says nothing about the key.
     fn probe_again(&self, core: &Arc<Core>, key: Key, now: Instant) {
-        let probe = self.probes.iter().find(|probe| probe.is_of(core.id, key));
-        if let Some(number) = probe.map(Probe::number) {
+        if let Some(number) = self.probe_of(core, key) {
             core.with_state(key, now, |state, ctx| state.probe_not_sent(ctx, number));
         }
     }

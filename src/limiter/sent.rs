@@ -417,9 +417,10 @@ impl Sent {
             None => PastWait::none(core.label(key)),
         };
         let core = core.find();
-        let own_name = || core.as_ref().map(|core| core.limit_name(key));
-        let (label, limit) =
-            refused.unwrap_or_else(|| (wait.label, own_name().unwrap_or_default()));
+        let (label, limit) = refused.unwrap_or_else(|| {
+            let own = core.as_ref().map(|core| core.limit_name(key));
+            (wait.label, own.unwrap_or_default())
+        });
         let retry_after = signal.retry_after();
         let tally = core.as_ref().map(|core| &core.settings.tally);
         events::upstream_limited(tally, &label, status, retry_after);

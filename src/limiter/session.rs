@@ -91,13 +91,10 @@ impl KeySession {
     fn count_grants(&mut self, lease: &Lease, store_now: Micros, window: Duration, now: Instant) {
         // `granted` becomes `granted_before` if it began a window ago, and if the units of the
         // present `granted_before` can no longer count.
-        let is_old = |granted: &GrantedUnits| {
-            granted
-                .until
-                .is_none_or(|until| clock::after(until, window) <= now)
-        };
+        let before_until = self.granted_before.until;
+        let is_over = before_until.is_none_or(|until| clock::after(until, window) <= now);
         let since_a_window = self.granted.from.saturating_add(micros_down(window)) <= store_now;
-        if is_old(&self.granted_before) && since_a_window {
+        if is_over && since_a_window {
             self.granted_before = std::mem::take(&mut self.granted);
             self.granted.from = store_now;
         }

@@ -23,9 +23,8 @@ pub(super) fn bound_of(
     deadline: Option<Instant>,
     now: Instant,
 ) -> WaitBound {
-    let settings = || parts.iter().map(|part| &part.core.settings);
-    let max_wait = settings().map(|settings| settings.max_wait).min();
-    let least_wait = settings().map(|settings| settings.least_wait).min();
+    let max_wait = parts.iter().map(|part| part.core.settings.max_wait).min();
+    let least_wait = parts.iter().map(|part| part.core.settings.least_wait).min();
     let bound = WaitBound::new(
         deadline,
         now,

@@ -10,7 +10,6 @@ use super::quotas::{QuotaId, Quotas};
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::quota::Limit;
 use crate::store::{LimitUsage, SetQuota, Usage};
 
 /// The state of a key, as [`Limiter::peek`](crate::Limiter::peek) returns it.
@@ -142,8 +141,7 @@ async fn read_parts(core: &Arc<Core>, key: Key) -> Result<KeyStatus, StoreError>
 
 /// Returns how many calls more may be in flight.
 fn free_in_flight(limits: &[LimitUsage]) -> u64 {
-    let is_in_flight = |usage: &&LimitUsage| matches!(usage.limit, Limit::InFlight { .. });
-    let in_flight = limits.iter().find(is_in_flight);
+    let in_flight = limits.iter().find(|usage| usage.is_in_flight());
     in_flight.map_or(u64::MAX, |usage| usage.free)
 }
 

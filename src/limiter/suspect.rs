@@ -2,7 +2,6 @@
 
 use smallvec::SmallVec;
 
-use super::key_state::KeyState;
 use super::part::PartRef;
 use crate::clock;
 use crate::key::Key;
@@ -28,14 +27,19 @@ impl Suspect {
 
     #[cold]
     fn find_slow(parts: &[PartRef<'_>], kind: impl FnOnce() -> Key) -> Option<Box<Self>> {
-        let suspected = |(index, PartRef { core, entry }): (usize, &PartRef<'_>)| {
+        let mut holds: SmallVec<[(usize, Key); 1]> = SmallVec::new();
+        for (index, PartRef { core, entry }) in parts.iter().enumerate() {
+            if entry.cost == 0 {
+                continue;
+            }
             let key = core.hold_key(entry.key, entry.host);
-            let is_suspected = |state: &mut KeyState| state.hold.suspicion().is_some();
-            let is_suspected = entry.cost > 0 && core.states.find(key, is_suspected)?;
-            is_suspected.then_some((index, key))
-        };
-        let mut holds: SmallVec<[(usize, Key); 1]> =
-            parts.iter().enumerate().filter_map(suspected).collect();
+            let suspected = core
+                .states
+                .find(key, |state| state.hold.suspicion().is_some());
+            if suspected == Some(true) {
+                holds.push((index, key));
+            }
+        }
         if holds.is_empty() {
             return None;
         }
@@ -52,14 +56,15 @@ impl Suspect {
         self.holds.iter().all(|(index, key)| {
             let core = parts[*index].core;
             let max_hold = core.settings.max_hold;
-            let is_clear = |state: &mut KeyState| state.hold.is_clear(max_hold, now);
+            let known = core
+                .states
+                .find(*key, |state| state.hold.is_clear(max_hold, now));
             // Another process may hold the kind.
             let is_shared = core.settings.shared_store.background().is_some();
-            core.states.find(*key, is_clear).unwrap_or(!is_shared)
+            known.unwrap_or(!is_shared)
         })
     }
 
-    /// Returns whether `key` has holds of the kind.
     pub(super) fn is_hold(&self, key: Key) -> bool {
         self.holds.iter().any(|(_, hold)| *hold == key)
     }

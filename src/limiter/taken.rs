@@ -187,7 +187,6 @@ impl Taken {
         self.first.is_counted = true;
     }
 
-    /// Counts the units of the slots.
     pub(super) fn count_units(&mut self) {
         self.each(OfKey::count_units);
     }
@@ -337,11 +336,11 @@ impl Taken {
     ) {
         let mut rest = self.rest.take().map_or_else(Rest::default, |rest| *rest);
         let parts = std::iter::once(&mut self.first).chain(&mut rest.others);
-        let take = |part: &mut OfKey| {
+        let taken = parts.map(|part| {
             let slot = part.bare_slot(&mut Vec::new());
             (slot, part.in_flight_slot.take())
-        };
-        let (slots, in_flight) = parts.map(take).unzip();
+        });
+        let (slots, in_flight) = taken.unzip();
         (slots, in_flight, rest.probes)
     }
 

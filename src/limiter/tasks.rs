@@ -76,9 +76,6 @@ pub(super) fn start(store: &Arc<dyn Store>, task: impl Future<Output = ()> + Sen
 
 /// Returns the first of the tasks that wait to be polled.
 fn take_next() -> Option<Started> {
-    let take = |started: &RefCell<Option<VecDeque<Started>>>| {
-        let mut started = started.borrow_mut();
-        started.as_mut().and_then(VecDeque::pop_front)
-    };
-    STARTED.try_with(take).ok().flatten()
+    let next = STARTED.try_with(|started| started.borrow_mut().as_mut()?.pop_front());
+    next.ok().flatten()
 }

@@ -146,21 +146,16 @@ impl Wait {
         let turns = self.request.turns;
         events::waited(&self.label, waited, turns);
         taken.count_units();
-        let limit = &self.request.parts()[leaving.last];
-        let seen = || {
-            Waited::new(
-                waited,
-                self.because,
-                self.label.clone(),
-                limit.limit_name().name,
-            )
-        };
+        let seen = (!leaving.is_at_once).then(|| {
+            let limit = self.request.parts()[leaving.last].limit_name();
+            Waited::new(waited, self.because, self.label.clone(), limit.name)
+        });
         taken.after(PastWait {
             label: self.label.clone(),
             waited,
             turns,
             is_uncounted,
-            seen: (!leaving.is_at_once).then(seen),
+            seen,
         })
     }
 }

@@ -102,6 +102,11 @@ pub struct LimitUsage {
 }
 
 impl LimitUsage {
+    /// Returns whether it is about calls in flight, and not about a rate.
+    pub(crate) const fn is_in_flight(&self) -> bool {
+        matches!(self.limit, Limit::InFlight { .. })
+    }
+
     /// Makes the usage of `limit`: `used` units count against it, and `free` more could leave now.
     /// No units are reserved. If nothing is free, it is not known how long until a unit is.
     pub(crate) const fn new(limit: Limit, used: u64, free: u64) -> Self {

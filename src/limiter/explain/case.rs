@@ -11,7 +11,7 @@ use crate::limiter::part::NewPart;
 use crate::limiter::request::cost_above_limit;
 use crate::limiter::reservation::NoSlot;
 use crate::quota::Limit;
-use crate::store::{LimitUsage, Usage};
+use crate::store::Usage;
 use crate::wait_queue::WaitBound;
 
 /// A request under one of its keys, of which all is known that decides.
@@ -129,8 +129,7 @@ impl KeyCase<'_> {
     fn used_up_in_flight(&self, usage: &Usage) -> Option<Limit> {
         let NewPart { core, entry, .. } = self.part;
         let calls = core.in_flight.as_ref()?;
-        let is_in_flight = |usage: &&LimitUsage| matches!(usage.limit, Limit::InFlight { .. });
-        let limit = usage.limits.iter().find(is_in_flight)?;
+        let limit = usage.limits.iter().find(|usage| usage.is_in_flight())?;
         let is_free = calls.is_free(core.whole(entry.key), limit.free);
         (!is_free).then_some(limit.limit)
     }
@@ -169,12 +168,8 @@ impl KeyCase<'_> {
         if !usage.recovering.is_zero() {
             return Because::Recovering;
         }
-        let is_rate = |usage: &&LimitUsage| !matches!(usage.limit, Limit::InFlight { .. });
-        let last = usage
-            .limits
-            .iter()
-            .filter(is_rate)
-            .max_by_key(|usage| usage.wait);
+        let rates = usage.limits.iter().filter(|usage| !usage.is_in_flight());
+        let last = rates.max_by_key(|usage| usage.wait);
         let before = self.found.outlook.waiting;
         match last {
             Some(last) if !last.wait.is_zero() || before == 0 => {

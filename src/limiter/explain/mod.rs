@@ -16,7 +16,6 @@ use std::time::Instant;
 
 use super::counting;
 use super::explanation::{Explanation, ExplanationText, Verdict};
-use super::key_state::KeyState;
 use super::part::{NewPart, earliest_deadline};
 use super::request::Request;
 use super::reservation::Stopped;
@@ -112,8 +111,11 @@ fn refused_by(request: &Request, stopped: Stopped) -> Result<(usize, Verdict), S
 fn name_of(key: &NewPart, asked: &[NewPart]) -> Box<str> {
     let mut of_key = asked.iter().filter(|other| other.named == key.named);
     let name = of_key.find_map(|other| {
-        let name = |state: &mut KeyState| state.counts.name().map(Box::from);
-        other.core.states.find(other.entry.key, name).flatten()
+        let NewPart { core, entry, .. } = other;
+        let name = core
+            .states
+            .find(entry.key, |state| state.counts.name().map(Box::from));
+        name.flatten()
     });
     name.unwrap_or_else(|| {
         let quota = key.core.quota_id(key.entry.key);

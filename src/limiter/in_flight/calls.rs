@@ -43,7 +43,6 @@ impl InFlightCalls {
         })
     }
 
-    /// Returns the limit of `key`.
     pub(in crate::limiter) fn limit(&self, key: Key) -> u32 {
         let own = self.with(key, |calls| calls.own_limit()).flatten();
         own.unwrap_or(self.terms.limit)
@@ -58,12 +57,12 @@ impl InFlightCalls {
         now: Instant,
     ) -> Option<Claim> {
         let own = self.own_limit(limit);
-        let set = |calls: &mut KeyCalls| {
+        let claim = self.enter(key, limit, now, |calls| {
             calls.set_own_limit(own);
             // This grants no slot, so no task has to begin that looks for slots.
             calls.claim(key, self.terms)
-        };
-        self.enter(key, limit, now, set).ok()?
+        });
+        claim.ok()?
     }
 
     /// Returns a limit, if it is not the configured one.
@@ -78,8 +77,11 @@ impl InFlightCalls {
 
     /// Returns whether a request of `key` gets a slot at once, if the store has `free` ones.
     pub(in crate::limiter) fn is_free(&self, key: Key, free: u64) -> bool {
-        let is_free = |calls: &mut KeyCalls| calls.waiting() == 0 && (free > 0 || calls.has_free());
-        self.with(key, is_free).unwrap_or(free > 0)
+        let is_any = free > 0;
+        let known = self.with(key, |calls| {
+            calls.waiting() == 0 && (is_any || calls.has_free())
+        });
+        known.unwrap_or(is_any)
     }
 
     /// Returns the calls in flight of all keys.
@@ -92,7 +94,6 @@ impl InFlightCalls {
         sum
     }
 
-    /// Returns whether there is room for the calls of `key`.
     pub(in crate::limiter) fn has_room(&self, key: Key, now: Instant) -> bool {
         self.keyed.has_room(key, now)
     }
@@ -133,8 +134,9 @@ impl InFlightCalls {
         now: Instant,
         act: impl FnOnce(&mut KeyCalls) -> R,
     ) -> Result<R, Full> {
-        let new = || KeyCalls::new(self.own_limit(limit), now);
-        self.keyed.enter(key, now, new, |_, _| (), act)
+        let own = self.own_limit(limit);
+        self.keyed
+            .enter(key, now, || KeyCalls::new(own, now), |_, _| (), act)
     }
 
     fn acted<R>(

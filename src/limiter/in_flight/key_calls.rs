@@ -74,7 +74,6 @@ impl KeyCalls {
         self.own_limit
     }
 
-    /// Sets the limit of the key.
     pub(in crate::limiter) fn set_own_limit(&mut self, limit: Option<u32>) {
         self.has_new_limit |= self.own_limit != limit;
         self.own_limit = limit;
@@ -248,7 +247,6 @@ impl KeyCalls {
         }
     }
 
-    /// Takes in an event of the store.
     pub(in crate::limiter) fn on_event(
         &mut self,
         event: StoreEvent,

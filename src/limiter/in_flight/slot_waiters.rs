@@ -58,7 +58,6 @@ impl SlotWaiters {
         self.waiting() > 0 && self.until_answer > number
     }
 
-    /// Returns whether `number` waits.
     pub(super) fn is_waiting(&self, number: Number) -> bool {
         self.queue.get(number).is_some()
     }
@@ -134,14 +133,15 @@ impl SlotWaiters {
         if self.until_answer == 0 {
             return;
         }
-        let refuse = |_, wait: &Patience| {
-            let is_answered = matches!(
-                *wait,
-                Patience::Impatient { until_answer } if until_answer <= number
-            );
-            is_answered.then_some(Err(NoSlot::NEVER))
-        };
-        self.queue.settle_where(refuse, wakers);
+        self.queue.settle_where(
+            |_, wait| match *wait {
+                Patience::Impatient { until_answer } if until_answer <= number => {
+                    Some(Err(NoSlot::NEVER))
+                }
+                _ => None,
+            },
+            wakers,
+        );
         if self.until_answer <= number {
             self.until_answer = 0;
         }

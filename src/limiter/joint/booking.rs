@@ -3,13 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use smallvec::smallvec;
+
 use super::give_back;
 use super::set::{JointSet, WantedSlot};
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_each;
 use crate::limiter::division;
-use crate::limiter::key_state::{JointAnswer, JointAsk, KeyState, near_booking};
+use crate::limiter::key_state::{JointAnswer, JointAsk, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Reservation, Stopped};
@@ -103,30 +105,30 @@ impl Drop for SlotSearch<'_> {
 
 impl<'a> SlotSearch<'a> {
     fn new(set: &'a JointSet, wanted: &mut WantedSlot) -> Self {
-        let none = || -> PerPart<Option<Reservation>> { set.parts.iter().map(|_| None).collect() };
-        let given_up = wanted.given_up.take();
-        let given_up = given_up.map_or_else(none, |given_up| given_up.slots.into_iter().collect());
-        let now = clock::now();
-        for (part, slot) in set.parts.iter().zip(&given_up) {
+        let slots: PerPart<Option<Reservation>> = smallvec![None; set.parts.len()];
+        let given_up = match wanted.given_up.take() {
+            Some(given_up) => given_up.slots.into_iter().collect(),
+            None => slots.clone(),
+        };
+        for (Part { core, key, .. }, slot) in set.parts.iter().zip(&given_up) {
             if slot.is_some() {
                 // A refusal while it was booked says nothing any more.
-                let give_up = |state: &mut KeyState| state.store.forget_refusal();
-                part.core.states.find(part.key, give_up);
+                core.states.find(*key, |state| state.store.forget_refusal());
             }
         }
         let needed = set.parts.iter().zip(&wanted.costs);
-        let needs_none = |(part, cost): (&Part, &u32)| *cost == 0 || !part.core.has_rates();
+        let passes = needed.map(|(part, cost)| *cost == 0 || !part.core.has_rates());
         SlotSearch {
             set,
             parts: &set.parts,
             number: wanted.number,
             costs: wanted.costs.clone(),
-            began: now,
-            slots: none(),
+            began: clock::now(),
+            slots,
             changes: set.parts.iter().map(Part::changes).collect(),
             given_up,
-            uncertain: set.parts.iter().map(|_| Duration::ZERO).collect(),
-            passes: needed.map(needs_none).collect(),
+            uncertain: smallvec![Duration::ZERO; set.parts.len()],
+            passes: passes.collect(),
             uncounted: None,
             earliest: wanted.held_until,
             last: wanted.scarcest,
@@ -149,18 +151,17 @@ impl<'a> SlotSearch<'a> {
             let Some(&first) = parts.first() else {
                 return Ok(self.found());
             };
-            let refused = |part, refusal| Err(Stopped::too_late(part, refusal));
             if rounds == MOST_ROUNDS {
                 clock::sleep_until(clock::after(clock::now(), REST)).await;
                 rounds = 0;
             }
             if rounds > 0 && !self.set.is_waiting(self.number, &self.costs) {
                 // The request has left, so nobody reads this refusal.
-                return refused(first, Refusal::NEVER);
+                return Err(Stopped::too_late(first, Refusal::NEVER));
             }
             rounds += 1;
             if self.has_expired() && !self.aims_later(&mut bound) {
-                return refused(first, Refusal::NEVER);
+                return Err(Stopped::too_late(first, Refusal::NEVER));
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
@@ -200,7 +201,7 @@ impl<'a> SlotSearch<'a> {
         give_back(self.parts, std::mem::take(&mut self.slots));
         let given_up = self.given_up.iter_mut().map(Option::take);
         give_back(self.parts, given_up);
-        self.slots = self.parts.iter().map(|_| None).collect();
+        self.slots = smallvec![None; self.parts.len()];
         self.last = part;
         clock::sleep_until(until).await;
         self.began = clock::now();
@@ -210,34 +211,44 @@ impl<'a> SlotSearch<'a> {
     /// Returns a refusal for which no store need be called, if there is one.
     fn known_refusal(&self, bound: WaitBound) -> Option<Stopped> {
         let now = clock::now();
-        let parts = self.parts.iter().enumerate();
-        let mut needed = parts.filter(|(part, _)| !self.passes[*part]);
-        needed.find_map(|(part, Part { core, key, .. })| {
+        for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
+            if self.passes[part] {
+                continue;
+            }
             let cost = self.costs[part];
-            let known = |state: &mut KeyState| state.store.repeated_refusal(cost, bound, now);
-            let refusal = core.states.find(*key, known).flatten()?;
-            Some(Stopped::too_late(part, refusal))
-        })
+            let known = core
+                .states
+                .find(*key, |state| state.store.repeated_refusal(cost, bound, now));
+            if let Some(refusal) = known.flatten() {
+                return Some(Stopped::too_late(part, refusal));
+            }
+        }
+        None
     }
 
     /// Returns the parts that are asked next: those without a slot, or whose slot is too early. All
     /// are of one store.
     fn next(&self) -> PerPart<usize> {
         let from = self.earliest.unwrap_or_else(clock::now).max(clock::now());
-        let lacks = |part: &usize| {
-            !self.passes[*part] && self.slots[*part].is_none_or(|slot| !is_of_use(&slot, from))
-        };
+        let mut lacking: PerPart<usize> = (0..self.parts.len()).collect();
+        lacking.retain(|part| self.lacks_slot(*part, from));
         // The part that is expected to allow the request last comes first: then the others are asked once.
-        let all = 0..self.parts.len();
-        let expected = |part: &usize| (self.expected_after(*part, from), *part == self.last);
-        let first = all.clone().rev().filter(lacks).max_by_key(expected);
-        let is_beside = |part: &usize| {
-            first.is_some_and(|first| {
-                *part != first && self.parts[*part].has_store_of(&self.parts[first])
-            })
+        let first = lacking
+            .iter()
+            .rev()
+            .copied()
+            .max_by_key(|part| (self.expected_after(*part, from), *part == self.last));
+        let Some(first) = first else {
+            return lacking;
         };
-        let beside = all.filter(is_beside).filter(lacks);
-        first.into_iter().chain(beside).collect()
+        lacking.retain(|part| *part != first && self.parts[*part].has_store_of(&self.parts[first]));
+        lacking.insert(0, first);
+        lacking
+    }
+
+    /// Returns whether a part needs a slot that can be used from `from` on, and has none.
+    fn lacks_slot(&self, part: usize, from: Instant) -> bool {
+        !self.passes[part] && self.slots[part].is_none_or(|slot| !is_of_use(&slot, from))
     }
 
     /// Returns the slot that a part is expected to have, if it is later than `from`.

@@ -18,20 +18,22 @@ use crate::limiter::store_call::StoreCall;
 
 /// Returns the parts whose stores have to confirm their slots before `slot` may be used.
 pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -> PerPart<usize> {
-    let is_doubtful = |index: &usize| {
-        let Some(of_part) = &slot.slots[*index] else {
-            return false;
+    let mut doubtful = PerPart::new();
+    for (index, Part { core, key, .. }) in parts.iter().enumerate() {
+        let Some(of_part) = &slot.slots[index] else {
+            continue;
         };
-        let &Part { ref core, key, .. } = &parts[*index];
         // No visit, which could wake tasks: the set is locked.
-        let confirmed = core.states.find(key, |state| {
+        let confirmed = core.states.find(*key, |state| {
             let own = core.own_spec(state, now);
             let spec = own.as_ref().unwrap_or(&core.settings.spec);
-            state.has_confirmed(spec, of_part, slot.changes[*index], now)
+            state.has_confirmed(spec, of_part, slot.changes[index], now)
         });
-        confirmed != Some(true)
-    };
-    (0..parts.len()).filter(is_doubtful).collect()
+        if confirmed != Some(true) {
+            doubtful.push(index);
+        }
+    }
+    doubtful
 }
 
 /// Asks the stores of the parts `doubtful` to confirm what they have granted.

@@ -72,7 +72,6 @@ pub(super) fn ended(core: &Arc<Core>, key: Key, now: Instant, is_used: bool) {
     });
 }
 
-/// Gives back slots of `parts`.
 pub(super) fn give_back(parts: &[Part], slots: impl IntoIterator<Item = Option<Reservation>>) {
     let now = clock::now();
     for (Part { core, key, .. }, slot) in parts.iter().zip(slots) {

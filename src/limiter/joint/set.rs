@@ -16,7 +16,6 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::limiter::engine::CoreId;
-use crate::limiter::entry::Entry;
 use crate::limiter::lanes::{Booked, HandOut, Lanes, SlotWait};
 use crate::limiter::part::{Costs, Part, PartRef, PerPart};
 use crate::limiter::queue::Number;
@@ -129,13 +128,10 @@ pub(super) struct WantedSlot {
 
 /// Returns what identifies the set of `parts`.
 fn id_of(parts: &[PartRef<'_>]) -> SetId {
-    let id = |part: &PartRef<'_>| {
-        let Entry {
-            key, cost, host, ..
-        } = part.entry;
-        (part.core.id, key, cost > 0, host)
-    };
-    parts.iter().map(id).collect()
+    parts
+        .iter()
+        .map(|PartRef { core, entry }| (core.id, entry.key, entry.cost > 0, entry.host))
+        .collect()
 }
 
 impl JointSets {
@@ -222,8 +218,8 @@ impl JointSet {
     /// Returns the part for which a request that enters counts as waiting: the one that let the last one leave last. If
     /// no request of the set waits, the one for which the most wait; of equal ones, the first.
     pub(in crate::limiter) fn awaited(&self, costs: &Costs) -> usize {
-        let scarcest = |state: &mut SetState| state.scarcest.filter(|_| state.lanes.waiting() > 0);
-        if let Some(scarcest) = self.with(|state, _| scarcest(state)) {
+        let scarcest = self.with(|state, _| state.scarcest.filter(|_| state.lanes.waiting() > 0));
+        if let Some(scarcest) = scarcest {
             return scarcest;
         }
         let parts = self.parts.iter().zip(costs).enumerate();
@@ -322,9 +318,10 @@ impl JointSet {
 
     /// Refuses the requests whose joint slot is later than `by`.
     fn end_by(self: &Arc<Self>, by: Instant) {
-        let end = || Err(Stopped::too_late(0, Refusal::NEVER));
         self.change(|state, _, wakers| {
-            state.lanes.change_all(|lane| lane.end_by(by, end, wakers));
+            state.lanes.change_all(|lane| {
+                lane.end_by(by, || Err(Stopped::too_late(0, Refusal::NEVER)), wakers);
+            });
         });
     }
 
@@ -465,7 +462,6 @@ impl JointSet {
         self.with(|state, _| state.is_near(number, costs, now))
     }
 
-    /// Returns whether calls in flight are limited.
     fn limits_calls(&self) -> bool {
         self.parts.iter().any(|part| part.core.in_flight.is_some())
     }
@@ -475,7 +471,6 @@ impl JointSet {
         self.with(|state, _| state.lanes.wait_of(number, costs).is_some())
     }
 
-    /// Returns how many requests wait.
     pub(in crate::limiter) fn waiting(&self) -> usize {
         self.with(|state, _| state.lanes.waiting())
     }
@@ -544,12 +539,16 @@ impl SetState {
             now,
         };
         let mut confirm = PerPart::new();
-        let may_leave = |slot: &Slots| {
-            confirm = doubtful(parts, slot, now);
-            confirm.is_empty()
-        };
-        let died = |slot| self.given_up.push(slot);
-        if self.lanes.hand_out(how, may_leave, died, wakers).died {
+        let handed_out = self.lanes.hand_out(
+            how,
+            |slot| {
+                confirm = doubtful(parts, slot, now);
+                confirm.is_empty()
+            },
+            |slot| self.given_up.push(slot),
+            wakers,
+        );
+        if handed_out.died {
             self.book_anew_behind(parts, now);
         }
         confirm
@@ -561,8 +560,8 @@ impl SetState {
         if parts.iter().any(Part::is_remote) {
             return;
         }
-        let taken = |slot| self.given_up.push(slot);
-        self.lanes.take_after(moment, MOST_BOOKED_ANEW, taken);
+        self.lanes
+            .take_after(moment, MOST_BOOKED_ANEW, |slot| self.given_up.push(slot));
     }
 
     /// Takes in until when a hold lets no request leave. Joint slots before its end are useless. If
@@ -574,12 +573,9 @@ impl SetState {
             return;
         }
         let later = held_until.filter(|until| before.is_none_or(|before| *until > before));
-        self.lanes.change_all(|lane| {
-            let taken = |slot| self.given_up.push(slot);
-            match later {
-                Some(until) => lane.take_before(until, taken),
-                None => lane.take_all(taken),
-            }
+        self.lanes.change_all(|lane| match later {
+            Some(until) => lane.take_before(until, |slot| self.given_up.push(slot)),
+            None => lane.take_all(|slot| self.given_up.push(slot)),
         });
     }
 

@@ -434,7 +434,6 @@ impl KeyState {
         }
     }
 
-    /// Takes in that the store failed.
     fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError, now: Instant) {
         let Some(queue) = &mut self.queue else { return };
         if let Some(left) = self.hold.left(now)

@@ -105,7 +105,6 @@ pub(super) struct TakenIn {
 }
 
 impl KeyState {
-    /// Calls the store.
     pub(super) fn call(
         &mut self,
         ctx: &mut KeyContext<'_>,

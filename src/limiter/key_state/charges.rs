@@ -37,6 +37,12 @@ struct UnderWay {
     since: Instant,
 }
 
+impl UnderWay {
+    fn is_lost(&self, now: Instant) -> bool {
+        clock::after(self.since, ANSWER) <= now
+    }
+}
+
 /// Units of one key that were used without a permit and that the store may not have counted, and the
 /// permits whose units they replace. Any call to the store carries those that wait.
 ///
@@ -91,8 +97,7 @@ impl PendingCharges {
 
     /// Gives up calls without an answer for so long that they count as lost: their units wait again.
     pub(super) fn give_up(&mut self, now: Instant) {
-        let is_lost = |under_way: &UnderWay| clock::after(under_way.since, ANSWER) <= now;
-        while let Some(index) = self.under_way.iter().position(is_lost) {
+        while let Some(index) = self.under_way.iter().position(|call| call.is_lost(now)) {
             let lost = self.under_way.swap_remove(index);
             self.wait_again(lost);
         }
@@ -106,8 +111,8 @@ impl PendingCharges {
 
     /// Takes in whether the call with these units has reached the store.
     pub(super) fn answered(&mut self, number: ChargeNumber, has_arrived: bool) {
-        let of_call = |under_way: &UnderWay| under_way.number == number;
-        let Some(index) = self.under_way.iter().position(of_call) else {
+        let mut calls = self.under_way.iter();
+        let Some(index) = calls.position(|call| call.number == number) else {
             return;
         };
         let call = self.under_way.swap_remove(index);
@@ -123,8 +128,8 @@ impl PendingCharges {
 
     /// Returns whether units of a call before the call `last` are on their way, maybe again. `None` stands for all calls.
     pub(super) fn are_under_way(&self, last: Option<ChargeNumber>) -> bool {
-        let is_before = |call: &UnderWay| last.is_none_or(|last| call.first < last);
-        self.under_way.iter().any(is_before)
+        let mut calls = self.under_way.iter();
+        calls.any(|call| last.is_none_or(|last| call.first < last))
     }
 
     /// Returns whether the store has counted all units.

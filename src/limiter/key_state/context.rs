@@ -78,8 +78,8 @@ pub(in crate::limiter) struct Work {
 impl Work {
     /// Returns whether the visit has sent a call for slots, or has begun the delay before the next one.
     pub(in crate::limiter) fn has_begun_call(&self) -> bool {
-        let is_call = |effect: &Effect| matches!(effect, Effect::Call(..));
-        self.begins_delay || self.effects.iter().any(is_call)
+        let mut effects = self.effects.iter();
+        self.begins_delay || effects.any(|effect| matches!(effect, Effect::Call(..)))
     }
 }
 

@@ -85,7 +85,6 @@ impl JointAsk {
         Ok(state.call(ctx, ask.joint(joint)))
     }
 
-    /// Takes in the answer to a call.
     pub(in crate::limiter) fn answered(
         &self,
         state: &mut KeyState,

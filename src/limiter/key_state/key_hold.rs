@@ -569,9 +569,10 @@ impl KeyHold {
         max_hold: Duration,
         now: Instant,
     ) -> Option<Duration> {
-        let is_asking = || self.passage(max_hold, now) == Passage::Asking;
-        self.would_block_for(max_hold, now)
-            .or_else(|| is_asking().then_some(ANSWER))
+        match self.would_block_for(max_hold, now) {
+            None if self.passage(max_hold, now) == Passage::Asking => Some(ANSWER),
+            blocked => blocked,
+        }
     }
 
     /// The same for a request that does not enter. If it did, the store would be asked for the right to probe.
@@ -605,7 +606,6 @@ impl KeyHold {
         Ok(probe)
     }
 
-    /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         if let Some(details) = &mut self.details {
             details.hold.probe_leaves(number, now);

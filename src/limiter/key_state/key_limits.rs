@@ -106,10 +106,11 @@ impl KeyLimits {
         if new.quota.is_none() {
             // What the upstream has stated until then has ended, too.
             own.stated = None;
-            let was_learned = |known: &KnownSetQuota| {
-                known.spec.is_some() && is_learned(known.version) && known.until > now
-            };
-            if own.set.as_ref().is_some_and(was_learned) {
+            if let Some(known) = &own.set
+                && known.spec.is_some()
+                && is_learned(known.version)
+                && known.until > now
+            {
                 own.unlearned_until = Some(clock::after(now, UNLEARNED));
             }
         }
@@ -222,9 +223,10 @@ impl KeyLimits {
         let (Some(stated), Some(spec)) = (stated, self.set_spec()) else {
             return Vec::new();
         };
-        let limits = stated.limits(now);
-        let applies = |stated: &&StatedLimit| spec.quota().limits().contains(&stated.limit);
-        limits.filter(applies).cloned().collect()
+        let applied = spec.quota().limits();
+        let stated = stated.limits(now);
+        let stated = stated.filter(|stated| applied.contains(&stated.limit));
+        stated.cloned().collect()
     }
 
     /// Returns until when a limit applies that the upstream has stated to this process.

@@ -105,8 +105,8 @@ impl WantedLoan {
     /// Takes out the permits that a part has lent.
     pub(in crate::limiter) fn take(&mut self, lent: &[Reservation]) {
         for slot in lent {
-            let same = |demand: &&mut Demand| demand.cost == slot.cost;
-            if let Some(demand) = self.demands.iter_mut().find(same) {
+            let mut demands = self.demands.iter_mut();
+            if let Some(demand) = demands.find(|demand| demand.cost == slot.cost) {
                 demand.count = demand.count.saturating_sub(slot.count);
             }
         }

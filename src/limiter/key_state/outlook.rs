@@ -18,7 +18,6 @@ use crate::wait_queue::WaitBound;
 pub(in crate::limiter) struct Outlook {
     /// Whether the request would take a permit at hand.
     pub(in crate::limiter) has_permit: bool,
-    /// The units at hand.
     pub(in crate::limiter) at_hand: u32,
     /// The units that a call for the request would give back.
     pub(in crate::limiter) returning: u64,
@@ -102,8 +101,10 @@ impl KeyState {
         let ahead = queue
             .map(|queue| queue.needs(MOST_AHEAD))
             .unwrap_or_default();
-        let units = |demand: &Demand| u64::from(demand.cost) * u64::from(demand.count);
-        let wanted = ahead.iter().map(units).sum::<u64>() + u64::from(cost);
+        let mut wanted = u64::from(cost);
+        for demand in &ahead {
+            wanted += u64::from(demand.cost) * u64::from(demand.count);
+        }
         let is_clear = self.hold.is_clear(ctx.max_hold, now);
         let refused = self.refusal_without_call(cost, bound, false, ctx);
         let returns = queue.map_or(0, |queue| {

@@ -115,7 +115,6 @@ impl Probation {
         }
     }
 
-    /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         let (count, patience) = match self {
             Probation::Off => return,

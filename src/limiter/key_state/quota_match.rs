@@ -7,11 +7,11 @@ use crate::signal::{ObservedQuota, Signal};
 
 /// Returns whether a response may state what is left of a limit, or the limit.
 pub(in crate::limiter) fn is_of_use(signal: &Signal) -> bool {
-    let states_limit = |quota: &ObservedQuota| quota.limit().is_some() && quota.window().is_some();
-    signal
-        .quotas()
-        .iter()
-        .any(|quota| quota.remaining().is_some() || states_limit(quota))
+    let mut quotas = signal.quotas().iter();
+    quotas.any(|quota| {
+        let states_limit = quota.limit().is_some() && quota.window().is_some();
+        quota.remaining().is_some() || states_limit
+    })
 }
 
 /// Returns the quota that a response states about `limit`. Of several, the one with the least left.

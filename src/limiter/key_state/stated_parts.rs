@@ -72,8 +72,9 @@ struct PartStatement {
 impl StatedParts {
     /// Returns whether permits may be used at `at` without a new statement about any part.
     fn are_fresh(&self, at: Instant) -> bool {
-        let are_fresh = || self.parts.iter().all(|stated| stated.fresh_until > at);
-        self.has_begun && self.undivided_until.is_none_or(|until| until <= at) && are_fresh()
+        let is_divided = self.undivided_until.is_none_or(|until| until <= at);
+        let mut parts = self.parts.iter();
+        self.has_begun && is_divided && parts.all(|stated| stated.fresh_until > at)
     }
 
     /// Returns whether permits may be used at `at` without a new statement about this part.
@@ -248,8 +249,8 @@ impl KeyState {
         let (fresh_until, applies_until) = if has_failed {
             (clock::after(clock::now(), ANSWER), sent)
         } else {
-            let until = |span| clock::after(sent, span);
-            (until(fresh_for(spec)), until(applies_for(spec)))
+            let fresh_until = clock::after(sent, fresh_for(spec));
+            (fresh_until, clock::after(sent, applies_for(spec)))
         };
         self.limits.stated_parts_mut().note(PartStatement {
             part,

@@ -275,11 +275,11 @@ impl StoreView {
         // The validity of a permit counts from when the call was sent.
         let took = now.saturating_duration_since(sent);
         let longest = self.longest_life(spec);
-        let expired = |grant: &Grant| grant.wait.saturating_add(grant.validity) <= took;
+        let mut grants = lease.grants.iter();
         let is_too_slow = took >= self.life()
             && self.life() >= longest
             && !lease.source.is_standalone()
-            && lease.grants.iter().any(expired);
+            && grants.any(|grant| grant.wait.saturating_add(grant.validity) <= took);
         if is_too_slow {
             Err(StoreError::TooSlow { took, longest })
         } else {

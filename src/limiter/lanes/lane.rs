@@ -189,7 +189,6 @@ impl<S: Booked> Lane<S> {
         Some((self.slots.front()?.at(), self.first_waiter()?))
     }
 
-    /// Returns the last slot that is booked.
     pub(in crate::limiter) fn last_slot(&self) -> Option<Instant> {
         self.slots.back().map(S::at)
     }
@@ -219,8 +218,10 @@ impl<S: Booked> Lane<S> {
     /// Returns whether a request waits for a slot later than `moment`, or without a slot.
     pub(in crate::limiter) fn waits_beyond(&self, moment: Instant) -> bool {
         let waiting = self.waiting();
-        let is_late = |slot: &S| slot.at() > moment;
-        waiting > 0 && (waiting > self.booked || self.last_needed().is_some_and(is_late))
+        if waiting > self.booked {
+            return true;
+        }
+        waiting > 0 && self.last_needed().is_some_and(|slot| slot.at() > moment)
     }
 
     /// Returns the first waiter, how many wait, and the latest slot that is of use to one of them.
@@ -240,7 +241,6 @@ impl<S: Booked> Lane<S> {
         self.slots.back().filter(|_| self.surplus() > 0)
     }
 
-    /// Returns whether a request with this number would be the last one.
     pub(in crate::limiter) fn would_be_last(&self, number: Number) -> bool {
         self.waiters.numbers(..).next_back() < Some(number)
     }
@@ -319,7 +319,6 @@ impl<S: Booked> Lane<S> {
         }
     }
 
-    /// Adds a slot for the waiters.
     pub(in crate::limiter) fn add(&mut self, slot: S) {
         self.booked += slot.permits();
         if let Some(first) = self.first_without_slot {
@@ -546,11 +545,10 @@ impl<S: Booked> Lane<S> {
         }
         let slots: Vec<Instant> = self.slots.iter().flat_map(each_permit).collect();
         let mut slots = slots.into_iter();
-        let refuse = |_, _: &SlotWait| {
-            let is_late = slots.next().is_some_and(|slot| slot > by);
-            is_late.then(&end)
-        };
-        self.settle_where(refuse, wakers);
+        self.settle_where(
+            |_, _| slots.next().filter(|slot| *slot > by).map(|_| end()),
+            wakers,
+        );
     }
 
     /// Registers the task of a waiter. It wakes at the first slot, or at `due_at` if that is due, at `watched` if there is

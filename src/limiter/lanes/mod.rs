@@ -160,7 +160,6 @@ impl<S: Booked> Lanes<S> {
         Some(self.first_slots.first()?.0.0)
     }
 
-    /// Returns the last slot that is booked.
     pub(super) fn last_slot(&self) -> Option<Instant> {
         Some(self.last_slots.last()?.0)
     }
@@ -282,7 +281,6 @@ impl<S: Booked> Lanes<S> {
         }
     }
 
-    /// Adds a slot.
     pub(super) fn add(&mut self, slot: S) {
         let costs = slot.costs().clone();
         self.change(&costs, |lane| lane.add(slot));

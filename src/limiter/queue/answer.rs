@@ -93,10 +93,10 @@ impl Lane<Reservation> {
         wakers: &mut Wakers,
     ) {
         self.take_before(until, |slot| returns.add(&slot));
-        let refuse = |_, wait: &SlotWait| {
-            (wait.bound.latest < until).then_some(Err(NoSlot::TooLate(refusal)))
-        };
-        self.settle_where(refuse, wakers);
+        self.settle_where(
+            |_, wait| (wait.bound.latest < until).then_some(Err(NoSlot::TooLate(refusal))),
+            wakers,
+        );
         self.enter_from(until);
     }
 
@@ -108,10 +108,13 @@ impl Lane<Reservation> {
         let Some(first) = self.numbers_without_slot().next() else {
             return;
         };
-        let refuse = |number, wait: &SlotWait| {
-            (number >= first && wait.bound.latest < until).then_some(Err(NoSlot::TooLate(refusal)))
-        };
-        self.settle_where(refuse, wakers);
+        self.settle_where(
+            |number, wait| {
+                let cannot_wait = number >= first && wait.bound.latest < until;
+                cannot_wait.then_some(Err(NoSlot::TooLate(refusal)))
+            },
+            wakers,
+        );
     }
 
     /// Counts the time until `from` against `max_wait`, because the store is not called before.

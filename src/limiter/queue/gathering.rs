@@ -70,7 +70,6 @@ impl Gathering {
         }
     }
 
-    /// Returns whether the delay is under way.
     pub(in crate::limiter) fn is_under_way(self) -> bool {
         matches!(self, Gathering::UnderWay { .. })
     }

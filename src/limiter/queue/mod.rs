@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::lanes::{Booked, HandOut, HandedOut, Lane, Lanes, SlotWait};
+use super::lanes::{Booked, HandOut, HandedOut, Lanes, SlotWait};
 use super::prefetched::Prefetched;
 use super::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::clock::{self, SHORTEST_TIMER};
@@ -70,7 +70,6 @@ pub(super) struct GivenUp {
 }
 
 impl GivenUp {
-    /// Adds permits.
     pub(super) fn add(&mut self, slot: &Reservation) {
         match slot.lender {
             None => self.own.push(slot.unused()),
@@ -95,7 +94,6 @@ pub(super) struct Queue {
     latest: Option<Instant>,
     /// The last waiter that has come.
     last: Option<Number>,
-    /// The call under way.
     call: Option<Calling>,
     /// When the oldest call was sent that the store has not answered. A call that was given up
     /// counts as well.
@@ -138,7 +136,6 @@ impl Queue {
         self.lanes.is_empty() && !self.is_calling(now)
     }
 
-    /// Returns the last slot that is booked.
     pub(super) fn last_booked(&self) -> Option<Instant> {
         self.lanes.last_slot()
     }
@@ -263,11 +260,15 @@ impl Queue {
             now,
         };
         let mut missed = 0;
-        let died = |slot: Reservation| {
-            missed += slot.permits();
-            self.returns.add(&slot);
-        };
-        let handed_out = self.lanes.hand_out(how, |_| true, died, wakers);
+        let handed_out = self.lanes.hand_out(
+            how,
+            |_| true,
+            |slot| {
+                missed += slot.permits();
+                self.returns.add(&slot);
+            },
+            wakers,
+        );
         if missed > 0 {
             self.missed(missed, now);
         }
@@ -325,12 +326,10 @@ impl Queue {
             true => MOST_BOOKED_ANEW.max(self.lanes.waiting_without_slot()),
             false => MOST_BOOKED_ANEW,
         };
-        let exchanged = &mut self.is_exchange;
-        let unused = |slot: Reservation| {
-            *exchanged = answers_later;
+        self.lanes.take_after(freed.max(from), most, |slot| {
+            self.is_exchange = answers_later;
             self.returns.add(&slot);
-        };
-        self.lanes.take_after(freed.max(from), most, unused);
+        });
     }
 
     /// Returns whether waiters have given up good slots for the call that was answered. Returns true once.
@@ -342,8 +341,8 @@ impl Queue {
     pub(super) fn trim(&mut self, now: Instant) {
         self.spares_until = self.spares_until.filter(|until| *until > now);
         let spared_from = self.spares_until.map(|_| clock::after(now, SPARED_AHEAD));
-        let unused = |slot: Reservation| self.returns.add(&slot);
-        if let Some(freed) = self.lanes.trim(spared_from, unused) {
+        let freed = self.lanes.trim(spared_from, |slot| self.returns.add(&slot));
+        if let Some(freed) = freed {
             self.freed(freed);
         }
         if self.waiting() == 0 {
@@ -404,9 +403,9 @@ impl Queue {
     /// If slots lie ahead, new requests wait anyway, and the call waits for some milliseconds. If
     /// the store is paused, the call waits until the pause is over.
     pub(super) fn batch(&mut self, now: Instant) -> Delay {
-        let left_until = |until: Instant| until.saturating_duration_since(now);
-        let ahead = self.last_booked().map_or(Duration::ZERO, left_until);
-        let paused = self.paused_until.map_or(Duration::ZERO, left_until);
+        let paused = self.paused_for(now).unwrap_or_default();
+        let ahead = self.last_booked().unwrap_or(now);
+        let ahead = ahead.saturating_duration_since(now);
         let delay = paused.max((ahead / 8).min(LONGEST_GATHERING));
         let delay = Some(delay).filter(|delay| *delay >= SHORTEST_TIMER);
         self.gathering.batch(delay.unwrap_or_default(), now)
@@ -480,15 +479,14 @@ impl Queue {
         self.lanes.change_all(|lane| lane.take_all(drop));
     }
 
-    /// Wakes all waiters.
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
         self.lanes.wake_all(wakers);
     }
 
     /// Lets no request wait for longer than `by`. Refuses those whose slot is later.
     pub(super) fn end_by(&mut self, by: Instant, wakers: &mut Wakers) {
-        let end = || Err(NoSlot::NEVER);
-        self.lanes.change_all(|lane| lane.end_by(by, end, wakers));
+        self.lanes
+            .change_all(|lane| lane.end_by(by, || Err(NoSlot::NEVER), wakers));
         self.latest = self.latest.map(|latest| latest.min(by));
     }
 
@@ -503,9 +501,8 @@ impl Queue {
     /// that cannot wait until then.
     pub(super) fn withdraw(&mut self, until: Instant, now: Instant, wakers: &mut Wakers) {
         let refusal = Refusal::for_span(until.saturating_duration_since(now));
-        let withdraw =
-            |lane: &mut Lane<_>| lane.withdraw(until, refusal, &mut self.returns, wakers);
-        self.lanes.change_all(withdraw);
+        self.lanes
+            .change_all(|lane| lane.withdraw(until, refusal, &mut self.returns, wakers));
     }
 
     /// Registers the task of a waiter. It wakes at its slot, or when it can wait no longer.

@@ -8,7 +8,6 @@ use crate::clock::{self, Timer};
 use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::holds;
-use crate::limiter::key_state::KeyState;
 use crate::limiter::part::Part;
 use crate::limiter::probe::Probe;
 use crate::limiter::reservation::Stopped;
@@ -138,11 +137,11 @@ impl Request {
     /// Returns whether the store may be asked about the hold of its kind: not of ever new ones.
     fn may_ask_about_kind(&self, part: &Part) -> bool {
         let Part { core, key, host } = part;
-        let may = |state: &mut KeyState| {
+        let may = core.states.find(core.hold_key(*key, *host), |state| {
             let suspicion = state.hold.suspicion_mut();
             suspicion.is_some_and(Suspicion::may_ask)
-        };
-        core.states.find(core.hold_key(*key, *host), may) == Some(true)
+        });
+        may == Some(true)
     }
 
     /// Returns whether `key` has the holds of its kind.

@@ -12,7 +12,6 @@ use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::key::{Key, Label};
 use crate::limiter::engine::Core;
-use crate::limiter::key_state::KeyState;
 use crate::limiter::part::{self, Part};
 use crate::limiter::reservation::{NoSlot, Stopped};
 use crate::limiter::settings::Settings;
@@ -132,8 +131,10 @@ pub(super) fn awaited_cost(core: &Core, key: Key, cost: u32) -> Result<u32, Reas
     if core.settings.waits_above_limit {
         return Ok(largest);
     }
-    let is_own = |state: &mut KeyState| state.limits.set_spec().is_none();
-    match core.states.find(key, is_own) {
+    let is_own = core
+        .states
+        .find(key, |state| state.limits.set_spec().is_none());
+    match is_own {
         Some(true) => Err(above),
         _ => Ok(cost),
     }

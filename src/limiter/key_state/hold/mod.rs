@@ -301,7 +301,6 @@ impl Hold {
         self.probation.due()
     }
 
-    /// Notes that this probe leaves now.
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         self.probation.probe_leaves(number, now);
     }
