@@ -14,16 +14,13 @@ use super::at_once;
 use super::cores::Cores;
 use super::counting;
 use super::engine::Core;
-use super::entry::Entry;
 use super::explain;
 use super::explanation::{Explanation, Verdict};
-use super::part::{MOST_PARTS, NewPart, PartRef, earliest_deadline};
-use super::permit::Permit;
+use super::part::{Entry, MOST_PARTS, NewPart, PartRef, earliest_deadline};
 use super::quotas::QuotaId;
 use super::reservation::CountedAs;
-use super::start;
-use super::taken::Taken;
-use super::wait::Wait;
+use super::taken::{Permit, Taken};
+use super::wait::{self, Wait};
 use crate::admission::Admission;
 use crate::blocking;
 use crate::clock;
@@ -430,7 +427,7 @@ impl Acquire {
             return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
         }
         let part = PartRef::new(&core, entry);
-        self.entered(start::slow(&[part], entry.deadline, None, &|| {
+        self.entered(wait::slow(&[part], entry.deadline, None, &|| {
             core.label(key, None)
         }))
     }
@@ -492,7 +489,7 @@ fn enter_joint(parts: &[NewPart]) -> Admission<Taken, Box<Wait>> {
     let parts: SmallVec<[PartRef<'_>; 4]> = parts.iter().map(NewPart::as_part).collect();
     match at_once::take_all_at_once(&parts, deadline) {
         Some(taken) => Admission::Go(taken),
-        None => start::slow(&parts, deadline, None, &|| {
+        None => wait::slow(&parts, deadline, None, &|| {
             first.core.label(first.entry.key, None)
         }),
     }

@@ -2,15 +2,14 @@
 //!
 //! The layers call [`send_one_unlocked`], [`send_at_once`] and [`send_all_at_once`],
 //! [`Acquire`](super::acquire::Acquire) calls [`take_one_unlocked`], [`take_at_once`] and [`take_all_at_once`].
-//! A request that gets none takes the slow path, [`start::slow`](super::start::slow).
+//! A request that gets none takes the slow path, [`wait::slow`](super::wait::slow).
 
 use std::time::Instant;
 
 use super::admitted::Admitted;
 use super::around;
 use super::engine::Core;
-use super::entry::Entry;
-use super::part::{self, PartRef, PerPart};
+use super::part::{self, Entry, PartRef, PerPart};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
 use super::sent::{Sent, SentPart};

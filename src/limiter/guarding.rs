@@ -5,10 +5,10 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::engine::Core;
-use super::entry::Entry;
 use super::holds;
 use super::key_state::HoldSource;
 use super::limiter::Limiter;
+use super::part::Entry;
 use crate::admission::Admission;
 use crate::clock;
 use crate::error::Limited;

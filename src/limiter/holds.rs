@@ -2,18 +2,19 @@
 //! until the hold ends.
 //!
 //! A hold counts in this process at once, and in all processes that share the store. This file sets
-//! and ends holds, takes in those of other processes, and lets requests wait for their end. The
-//! state of one key's hold is in `key_state/key_hold.rs`.
+//! and ends holds, takes in those of other processes, lets requests wait for their end, and lets one
+//! request leave first as a probe. The state of one key's hold is in `key_state/key_hold.rs`.
 
+use std::mem;
 use std::sync::Arc;
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use super::engine::Core;
+use super::engine::{Core, CoreId};
 use super::key_state::{HoldSource, KeyContext, KeyState};
 use super::own_quota;
-use super::probe::Probe;
 use super::queue::Number;
+use super::reservation::ProbeNumber;
 use super::settings::Settings;
 use crate::clock;
 use crate::error::StoreError;
@@ -243,4 +244,55 @@ pub(super) fn leave(core: &Core, key: Key, number: Number) {
 pub(super) fn inquire(core: &Arc<Core>, key: Key, now: Instant) {
     // If there is no room for one more key, the request goes on without an answer.
     let _ = core.with_new_state(key, now, KeyState::inquire);
+}
+
+/// What a request has that leaves as the probe of a key, until its response.
+///
+/// No other request is the probe meanwhile. If it is dropped, the request was not sent, or its call was cancelled.
+/// Then the next request can be the probe.
+#[derive(Debug)]
+#[must_use = "dropping a probe lets another request be the probe"]
+pub(super) struct Probe {
+    core: CoreId,
+    /// The key of the hold: that of the request, or of its host.
+    key: Key,
+    number: ProbeNumber,
+}
+
+impl Probe {
+    pub(super) fn new(core: CoreId, key: Key, number: ProbeNumber) -> Self {
+        Probe { core, key, number }
+    }
+
+    /// Returns whether it is the probe of `key`.
+    pub(super) fn is_of(&self, core: CoreId, key: Key) -> bool {
+        self.core == core && self.key == key
+    }
+
+    pub(super) fn number(&self) -> ProbeNumber {
+        self.number
+    }
+
+    /// Ends the probe, whose response has arrived.
+    pub(super) fn answered(self) {
+        mem::forget(self);
+    }
+
+    /// Returns the number, for the state of its key.
+    pub(super) fn into_number(self) -> ProbeNumber {
+        let number = self.number;
+        mem::forget(self);
+        number
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        // A limiter that was dropped has no requests that wait.
+        if let Some(core) = self.core.find() {
+            core.with_state(self.key, clock::now(), |state, ctx| {
+                state.probe_not_sent(ctx, self.number);
+            });
+        }
+    }
 }

@@ -13,19 +13,17 @@ use super::at_once;
 use super::cores::Cores;
 use super::counting;
 use super::engine::{Core, CoreId};
-use super::entry::Entry;
 use super::explanation::Explanation;
 use super::holds;
 use super::listener;
 use super::own_quota::{self, QuotaError};
-use super::part::PartRef;
+use super::part::{Entry, PartRef};
 use super::quotas::QuotaId;
 use super::reservation::{CountedAs, Reservation};
 use super::settings::Settings;
-use super::start;
 use super::status::{self, KeyStatus};
 use super::taken::Taken;
-use super::wait::Wait;
+use super::wait::{self, Wait};
 use crate::admission::Admission;
 use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
@@ -581,7 +579,7 @@ impl Limiter {
         label: &dyn Fn() -> Label,
     ) -> Admission<Taken, Box<Wait>> {
         let part = PartRef::new(&self.0.first, entry);
-        start::slow(&[part], entry.deadline, None, label)
+        wait::slow(&[part], entry.deadline, None, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.

@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker, ready};
 use std::time::Instant;
 
+use super::holds::Probe;
 use super::joint::{self, JointSet};
 use super::key_state::Ticket;
 use super::part::{Costs, Part, PartRef};
-use super::probe::Probe;
 use super::queue::Number;
 use super::reservation::{NoSlot, Reservation, Stopped};
 use super::slots::Slots;

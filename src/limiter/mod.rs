@@ -5,8 +5,8 @@
 // the permits at hand of `Key::ALL` are taken without it (`unlocked`). A waiting future holds a number in
 // the key's queue and can be dropped at any time. The limiter does not count: the store does.
 //
-// A request enters in `start`. If no permit is at hand, it is a `request`, which knows the order in which it waits for
-// holds, slots and in-flight slots. `wait` is the future that polls it.
+// If no permit is at hand, a request enters in `wait`. It is a `request`, which knows the order in which it waits for
+// holds, slots and in-flight slots. The future in `wait` polls it.
 //
 // `Core` has methods in `engine` and `effects`, and where it implements a trait: in `counting` and `guarding`. The files
 // below `effects` in the table have functions instead. A function takes the core as its first argument, and callers name
@@ -17,7 +17,7 @@
 //
 // | file | what it has |
 // |---|---|
-// | `reservation`, `hosts`, `quotas`, `entry` | values: booked slots, why there is none, hosts, quotas that requests state, what a request states |
+// | `reservation`, `hosts`, `quotas` | values: booked slots, why there is none, hosts, quotas that requests state |
 // | `lanes` | the waiters of a line by costs, and the slots booked for them |
 // | `session`, `prefetched`, `unlocked`, `queue`, `key_state` | the state of one key: the store's clock, permits at hand, waiters, bookings, holds |
 // | `key_states` | the states of all keys, and the way to visit one |
@@ -26,26 +26,25 @@
 // | `unit_check`, `whole_limit` | which units requests state; the requests that wait for a whole limit |
 // | `tasks` | tasks that run at once, as far as they can |
 // | `engine` | `Core`: the state of all keys |
-// | `probe` | the probe of a key |
 // | `store_call` | a call to the store whose answer is still to come |
 // | `division` | what the parts of a divided quota do for each other |
 // | `effects` | access to the state of a key, and the effects that it returns |
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
-// | `holds`, `in_flight_slot`, `own_quota` | holds of keys, in-flight slots, quotas that requests or responses state, or an operator sets |
-// | `part`, `slots`, `suspect` | the keys of a request, what a request gets in its line, its kind while a key is under suspicion |
-// | `split_signal`, `admitted` | which key of a joint request a response is about; a request that is sent, for its response |
+// | `holds`, `in_flight_slot`, `own_quota` | holds of keys and their probes, in-flight slots, quotas that requests or responses state, or an operator sets |
+// | `part`, `slots` | the keys of a request, and what it states for them; what it gets in its line |
+// | `admitted` | a request that is sent, for its response, and which of its keys the response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent` | a request that was sent and not yet answered |
-// | `taken`, `permit` | what a request has that may leave; the right to send one request |
+// | `taken` | what a request has that may leave; [`Permit`], the same in the hands of a user |
 // | `joint` | requests of several keys: their common slots |
 // | `at_once` | the fast path: permits at hand |
 // | `line` | where a request waits for its slots: the queue of its key, or the set of requests with the same keys |
-// | `request`, `wait` | the way of a request to its permit; the future that waits |
-// | `start` | the slow path |
+// | `request` | the way of a request to its permit |
+// | `wait` | the slow path, and the future that waits |
 // | `explain` | why a request would wait now, or be refused |
 // | `acquire` | the public future of a permit |
 // | `limiter` | [`Limiter`], the public face |
@@ -60,7 +59,6 @@ mod counting;
 mod division;
 mod effects;
 mod engine;
-mod entry;
 mod explain;
 mod explanation;
 mod guarding;
@@ -79,9 +77,7 @@ mod limiter;
 mod listener;
 mod own_quota;
 mod part;
-mod permit;
 mod prefetched;
-mod probe;
 mod queue;
 mod quotas;
 mod request;
@@ -92,11 +88,8 @@ mod session;
 mod settings;
 mod settlement;
 mod slots;
-mod split_signal;
-mod start;
 mod status;
 mod store_call;
-mod suspect;
 mod taken;
 mod tasks;
 mod unit_check;
@@ -113,7 +106,6 @@ pub(crate) use around::{
 };
 pub(crate) use at_once::send_all_at_once;
 pub(crate) use engine::{CoreId, read_marks};
-pub(crate) use entry::Entry;
 pub(crate) use explanation::Held;
 pub(crate) use explanation::Shown;
 pub use explanation::{Because, Explanation, Verdict};
@@ -122,16 +114,15 @@ pub(crate) use in_flight_slot::InFlightSlot;
 pub use key_state::{HeaderTrust, StatedLimit};
 pub use limiter::Limiter;
 pub use own_quota::QuotaError;
-pub(crate) use part::{MOST_PARTS, PartRef};
-pub use permit::Permit;
+pub(crate) use part::{Entry, MOST_PARTS, PartRef};
 pub(crate) use quotas::{CountedLate, QuotaId, Quotas};
+pub(crate) use request::Suspect;
 pub use sent::Sent;
 pub use settings::OnStoreError;
 pub(crate) use settings::{OnScope, PartOfQuota, Settings};
 pub use settlement::Settlement;
-pub(crate) use start::slow as start_slow;
 pub use status::{KeyStatus, QuotaSource};
-pub(crate) use suspect::Suspect;
+pub use taken::Permit;
 pub(crate) use taken::Taken;
-pub(crate) use wait::Wait;
+pub(crate) use wait::{Wait, slow as start_slow};
 pub use waited::Waited;

@@ -6,10 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::admitted::Admitted;
 use super::engine::Core;
-use super::holds;
+use super::holds::{self, Probe};
 use super::key_state::{HeaderTrust, KeyContext, KeyState, NewHold, is_of_use};
 use super::own_quota;
-use super::probe::Probe;
 use super::reservation::ProbeNumber;
 use super::settings::Settings;
 use crate::clock;

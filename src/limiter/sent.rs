@@ -11,18 +11,17 @@ use std::time::Duration;
 use http::StatusCode;
 use smallvec::SmallVec;
 
-use super::admitted::Admitted;
+use super::admitted::{Admitted, SignalKey, split};
 use super::around::InnerCall;
 use super::engine::CoreId;
-#[cfg(doc)]
-use super::entry::Entry;
+use super::holds::Probe;
 use super::in_flight_slot::InFlightSlot;
+#[cfg(doc)]
+use super::part::Entry;
 use super::part::labelled;
-use super::probe::Probe;
 use super::reservation::Reservation;
 use super::responses::AnsweredCall;
 use super::settlement::{Settlement, Unsettled};
-use super::split_signal::{SignalKey, split};
 use super::waited::Waited;
 use crate::clock;
 use crate::cost::Cost;

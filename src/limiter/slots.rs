@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use smallvec::{SmallVec, smallvec};
 
+use super::holds::Probe;
 use super::part::Costs;
-use super::probe::Probe;
 use super::reservation::Reservation;
 use crate::error::StoreError;
 

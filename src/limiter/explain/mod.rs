@@ -19,7 +19,7 @@ use super::explanation::{Explanation, ExplanationText, Verdict};
 use super::part::{NewPart, earliest_deadline};
 use super::request::Request;
 use super::reservation::Stopped;
-use super::start::bound_of;
+use super::wait::bound_of;
 use crate::clock;
 use crate::error::StoreError;
 use crate::join::join_all;

@@ -19,7 +19,7 @@
 //! | file | what it has |
 //! |---|---|
 //! | `mod` | [`Request`]: the order |
-//! | `holds` | [`Request`]: the holds of its keys and hosts |
+//! | `holds` | [`Request`]: the holds of its keys and hosts; [`Suspect`]: those of its kind |
 //! | `in_flight` | [`Request`]: its in-flight slots |
 //! | `stopped` | [`Request`]: what its caller reads if it gets no permit |
 
@@ -34,14 +34,13 @@ use smallvec::SmallVec;
 
 use super::around;
 use super::explanation::Because;
+use super::holds::Probe;
 use super::in_flight_slot;
 use super::line::{LinePlace, RequestLine};
 use super::part::{self, Part, PartRef};
-use super::probe::Probe;
 use super::queue::next_number;
 use super::reservation::Stopped;
 use super::slots::Slots;
-use super::suspect::Suspect;
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Timer};
 use crate::error::{Reason, StoreError};
@@ -50,6 +49,7 @@ use crate::stats::Gate;
 use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
 
+pub(crate) use holds::Suspect;
 use in_flight::{InFlightGrant, InFlightPart, in_flight_of, waiting_in_flight};
 pub(super) use stopped::cost_above_limit;
 
