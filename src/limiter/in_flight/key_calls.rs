@@ -3,9 +3,8 @@
 use std::task::{Context, Poll};
 use std::time::Instant;
 
-use super::claims::{ClaimCounts, ClaimTerms, KeyClaims};
+use super::claims::{ClaimCounts, ClaimTerms, KeyClaims, Validity};
 use super::slot_waiters::{Patience, SlotWaiters};
-use super::validity::Validity;
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::Evict;

@@ -45,7 +45,6 @@ mod key_calls;
 #[cfg(test)]
 mod properties;
 mod slot_waiters;
-mod validity;
 
 pub(super) use calls::{Acted, InFlightCalls};
 pub(super) use key_calls::KeyCalls;

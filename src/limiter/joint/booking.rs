@@ -1,4 +1,5 @@
-//! The search for a joint slot: see the [module](super).
+//! The calls to the stores of a set: the search for a joint slot (see the [module](super)), and its confirmation when it is
+//! due.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,9 +10,9 @@ use super::give_back;
 use super::set::{JointSet, WantedSlot};
 use crate::clock;
 use crate::error::StoreError;
-use crate::join::join_each;
+use crate::join::{join_all, join_each};
 use crate::limiter::division;
-use crate::limiter::key_state::{JointAnswer, JointAsk, near_booking};
+use crate::limiter::key_state::{JointAnswer, JointAsk, ask_to_confirm, confirmed, near_booking};
 use crate::limiter::part::{Costs, Part, PerPart};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Reservation, Stopped};
@@ -462,4 +463,42 @@ async fn answered(parts: &[Part], call: Call) -> (usize, JointAnswer) {
 fn is_of_use(slot: &Reservation, from: Instant) -> bool {
     let life = slot.until.saturating_duration_since(slot.at);
     clock::after(from, life / 2) <= slot.until
+}
+
+/// Returns the parts whose stores have to confirm their slots before `slot` may be used.
+pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -> PerPart<usize> {
+    let mut doubtful = PerPart::new();
+    for (index, Part { core, key, .. }) in parts.iter().enumerate() {
+        let Some(of_part) = &slot.slots[index] else {
+            continue;
+        };
+        // No visit, which could wake tasks: the set is locked.
+        let confirmed = core.states.find(*key, |state| {
+            let own = core.own_spec(state, now);
+            let spec = own.as_ref().unwrap_or(&core.settings.spec);
+            state.has_confirmed(spec, of_part, slot.changes[index], now)
+        });
+        if confirmed != Some(true) {
+            doubtful.push(index);
+        }
+    }
+    doubtful
+}
+
+/// Asks the stores of the parts `doubtful` to confirm what they have granted.
+///
+/// If a store has not replied for some time, it may have lost its state, and the slots with it. Then it has to confirm that
+/// it still has them. Slots that were booked before the quota of a key changed are never confirmed, so that their requests
+/// book anew. The set waits for the reply, and no request behind leaves before the first one: see [`JointSet`].
+pub(super) async fn confirm(set: Arc<JointSet>, doubtful: PerPart<usize>) {
+    let calls = doubtful.iter().map(|part| confirm_part(&set.parts[*part]));
+    join_all(calls).await;
+    set.confirmed();
+}
+
+async fn confirm_part(Part { core, key, .. }: &Part) {
+    let asked = core.with_state(*key, clock::now(), ask_to_confirm);
+    let Some((call, reply)) = asked else { return };
+    let open = StoreCall::new(core, *key, call);
+    open.answered(reply.arrives().await, confirmed);
 }

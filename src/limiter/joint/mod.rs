@@ -45,11 +45,9 @@
 //! |---|---|
 //! | `mod` | slots that go back |
 //! | `set` | [`JointSet`]: the waiters of equal keys, and their joint slots |
-//! | `booking` | the search for a joint slot |
-//! | `confirmation` | the calls to stores that may have lost a joint slot |
+//! | `booking` | the search for a joint slot, and the calls to stores that may have lost one |
 
 mod booking;
-mod confirmation;
 mod set;
 
 use std::sync::Arc;
@@ -62,7 +60,7 @@ use super::reservation::Reservation;
 use crate::clock;
 use crate::key::Key;
 
-pub(super) use confirmation::doubtful;
+pub(super) use booking::doubtful;
 pub(super) use set::{JointSet, JointSets};
 
 /// Notes whether a slot of `key` was used, or expired before the request left.

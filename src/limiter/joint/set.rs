@@ -9,8 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
-use super::booking;
-use super::confirmation::{self, doubtful};
+use super::booking::{self, doubtful};
 use super::give_back;
 use crate::clock;
 use crate::error::StoreError;
@@ -343,7 +342,7 @@ impl JointSet {
     fn run(self: &Arc<Self>, tasks: Tasks) {
         let Tasks { confirm, book } = tasks;
         if !confirm.is_empty() {
-            let confirm = confirmation::confirm(self.clone(), confirm);
+            let confirm = booking::confirm(self.clone(), confirm);
             self.start(confirm, |state| state.is_confirming = false);
         }
         if book {

@@ -16,8 +16,7 @@
 //! | `outlook` | [`KeyState`]: what it would do with a request that enters now |
 //! | `loans` | [`KeyState`]: slots that the parts of other classes lend |
 //! | `stated_parts` | [`KeyState`]: when the limits of the other parts were stated |
-//! | `store_view` | what the process knows of its store |
-//! | `store_refusal` | a refusal of the store, kept for the next requests |
+//! | `store_view` | what the process knows of its store, also its last refusal |
 //! | `key_hold` | the hold of the key, and the tasks that are woken when it changes |
 //! | `fleet_probe` | which process of a fleet sends the probe of the key, and a wait beyond `max_hold` that the upstream has stated; a value |
 //! | `hold` | one hold: when it ends, and how this process knows; a value |
@@ -25,8 +24,7 @@
 //! | `upstream_refusals` | how long a refusal of the upstream holds the key; a value |
 //! | `key_limits` | the limits of the key, if they are not the configured ones |
 //! | `stated_limits` | the limits that the upstream stated, and the quota to learn from them; a value |
-//! | `remaining_tracker` | what it stated is left of all limits; a value |
-//! | `remaining_headers` | what it stated is left of one limit; a value |
+//! | `remaining` | what it stated is left of the limits; a value |
 //! | `charges` | units that were used without a permit, until the store has counted them; a value |
 //! | `quota_match` | which quota of a response is about a limit; functions |
 //! | `timer` | [`KeyState`]: when it is visited next, and what is done then |
@@ -52,11 +50,9 @@ mod probation;
 #[cfg(test)]
 mod properties;
 mod quota_match;
-mod remaining_headers;
-mod remaining_tracker;
+mod remaining;
 mod stated_limits;
 mod stated_parts;
-mod store_refusal;
 mod store_view;
 mod ticket;
 mod timer;
@@ -92,7 +88,7 @@ pub(super) use key_limits::KeyLimits;
 pub(super) use loans::Lent;
 pub(super) use outlook::Outlook;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
-use remaining_tracker::{RemainingTracker, Sendable};
+use remaining::{RemainingTracker, Sendable};
 pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
 pub(super) use stated_parts::{JoinedRound, OWN_PART, WholeLimits, fresh_for};

@@ -3,13 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::store_refusal::StoreRefusal;
 use crate::clock;
 use crate::error::StoreError;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::limiter::reservation::Reservation;
 use crate::limiter::session::KeySession;
-use crate::quota::LIFE;
+use crate::quota::{LIFE, Limit};
 use crate::store::{ClientSession, Grant, Lease, Refusal, Source, trust};
 use crate::wait_queue::WaitBound;
 
@@ -18,6 +17,15 @@ const LONGEST_LIFE: Duration = Duration::from_millis(20);
 
 /// The validity of permits allows for a task that wakes this late.
 const WAKE_UP: Duration = Duration::from_millis(5);
+
+/// How often the store is called until the first slot.
+const TIMES: u32 = 4;
+
+/// The shortest pause between two calls.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// Two first slots that are no further apart are one slot.
+const SAME_SLOT: Duration = Duration::from_millis(20);
 
 /// What this process knows of its store, for one key.
 pub(in crate::limiter) struct StoreView {
@@ -399,5 +407,60 @@ pub(super) fn slot(
         lender: None,
         probe: None,
         is_at_once: true,
+    }
+}
+
+/// A refusal of the store, kept for a while. If a later request cannot wait for the first slot either, it is refused without
+/// a call to the store.
+#[derive(Clone, Copy, Debug)]
+struct StoreRefusal {
+    /// The units of the refused request. A request with fewer units may find room.
+    cost: u32,
+    /// The limit that refused it.
+    limit: Option<Limit>,
+    /// The first slot that the refused request could have had.
+    slot: Instant,
+    /// When the store is called again, because permits may have been given back.
+    ask_at: Instant,
+    /// How long after a refusal the store is called again.
+    pause: Duration,
+}
+
+impl StoreRefusal {
+    /// Returns what is kept after an answer. `cost` is the cost of the request that it refused, if
+    /// it refused one. `before` is what was kept until then.
+    fn after(
+        before: Option<StoreRefusal>,
+        cost: Option<u32>,
+        refusal: Option<Refusal>,
+        now: Instant,
+    ) -> Option<StoreRefusal> {
+        let (cost, Refusal { wait, limit }) = cost.zip(refusal)?;
+        let slot = clock::after(now, wait?);
+        let is_same =
+            |before: &StoreRefusal| slot.max(before.slot) - slot.min(before.slot) <= SAME_SLOT;
+        let pause = match before.filter(is_same) {
+            Some(before) => before.pause,
+            None => ((slot - now) / TIMES).max(SHORTEST_PAUSE),
+        };
+        let ask_at = clock::after(now, pause).min(slot);
+        Some(StoreRefusal {
+            cost,
+            limit,
+            slot,
+            ask_at,
+            pause,
+        })
+    }
+
+    /// Returns the refusal of a request that cannot wait for the first slot, if the store is not to
+    /// be called yet.
+    fn of(&self, cost: u32, bound: WaitBound, now: Instant) -> Option<Refusal> {
+        let &StoreRefusal { slot, limit, .. } = self;
+        let refuses = now < self.ask_at && cost >= self.cost && bound.latest < slot;
+        refuses.then(|| Refusal {
+            wait: Some(slot - now),
+            limit,
+        })
     }
 }

@@ -11,11 +11,9 @@
 //! | file | what it has |
 //! |---|---|
 //! | `mod` | [`Queue`]: the waiters and slots of a key |
-//! | `call` | [`Queue`]: the call to the store, and what its answer means for the waiters |
-//! | `answer` | the same for the waiters of one cost |
+//! | `call` | [`Queue`]: the call to the store, and what its answer means for the waiters, those of each cost |
 //! | `gathering` | the batching delay of the next call |
 
-mod answer;
 mod call;
 mod gathering;
 
@@ -123,6 +121,41 @@ pub(super) struct Queue {
     is_exchange: bool,
     /// Permits that no waiter can use. Those of the own part go back to the store with the next call.
     pub(super) returns: GivenUp,
+}
+
+impl Booked for Reservation {
+    type Costs = u32;
+    type Outcome = Result<Reservation, NoSlot>;
+
+    fn costs(&self) -> &u32 {
+        &self.cost
+    }
+
+    fn at(&self) -> Instant {
+        self.at
+    }
+
+    fn until(&self) -> Option<Instant> {
+        Some(self.until)
+    }
+
+    fn permits(&self) -> usize {
+        self.count as usize
+    }
+
+    fn split(&mut self, permits: usize) -> Option<Self> {
+        let count = u32::try_from(permits).ok()?;
+        self.count = self.count.checked_sub(count).filter(|left| *left > 0)?;
+        Some(Reservation { count, ..*self })
+    }
+
+    fn granted(self, is_in_line: bool, probe: Option<ProbeNumber>) -> Result<Reservation, NoSlot> {
+        Ok(Reservation {
+            is_at_once: self.is_at_once && !is_in_line,
+            probe,
+            ..self
+        })
+    }
 }
 
 impl Queue {

@@ -1,4 +1,4 @@
-//! What the upstream's `Remaining` headers state about one limit, as a value.
+//! What the upstream's `Remaining` headers state about the limits of a key, and when it is sent to the store, as a value.
 //!
 //! The store compares what the upstream counts with the requests in its own log. What the upstream
 //! counts beyond them was used by other clients. The comparison is possible only if both count the
@@ -8,15 +8,110 @@
 
 use std::time::{Duration, Instant};
 
-use super::quota_match::{left_of, names_no_limit};
+use super::quota_match::{left_of, names_no_limit, quota_about};
 use crate::clock;
+use crate::limit::LimitSpec;
 use crate::quota::Limit;
-use crate::signal::ObservedQuota;
+use crate::signal::{ObservedQuota, Signal};
 use crate::store::UpstreamRemaining;
+
+/// What the upstream stated is left of the limits of one key.
+#[derive(Default)]
+pub(super) struct RemainingTracker {
+    /// The statements about each limit, in the order of the limits in the quota.
+    limits: Vec<RemainingHeaders>,
+}
+
+/// Units that could be sent before the next call to the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Sendable {
+    /// Units that this process has at hand.
+    pub(super) at_hand: u64,
+    /// Units that this process or another one could send.
+    pub(super) in_all: u64,
+}
+
+impl RemainingTracker {
+    /// Takes in how much the response to a request that was sent at `sent` states is left. The
+    /// upstream refused `refused` units. Returns whether less is left than could be sent before the
+    /// next call.
+    pub(super) fn observe(
+        &mut self,
+        spec: &LimitSpec,
+        signal: &Signal,
+        refused: u32,
+        sent: Instant,
+        sendable: Sendable,
+        now: Instant,
+    ) -> bool {
+        let mut is_less = false;
+        for (index, limit) in spec.quota().limits().iter().enumerate() {
+            let Some(quota) = quota_about(*limit, signal, spec) else {
+                continue;
+            };
+            let headers = self.limit(index);
+            headers.observe(*limit, quota, refused, sent);
+            if let Some(left) = headers
+                .bound(*limit, now)
+                .filter(|left| *left < sendable.in_all)
+            {
+                is_less |= headers.notify_less(left, now) || left < sendable.at_hand;
+            }
+        }
+        is_less
+    }
+
+    /// Returns the statements about the limit `index`.
+    fn limit(&mut self, index: usize) -> &mut RemainingHeaders {
+        if self.limits.len() <= index {
+            self.limits
+                .resize_with(index + 1, RemainingHeaders::default);
+        }
+        &mut self.limits[index]
+    }
+
+    /// Returns whether nothing was stated.
+    pub(super) fn is_empty(&self) -> bool {
+        self.limits.is_empty()
+    }
+
+    /// Returns whether less is left of a limit than could be sent, and the store does not know.
+    pub(super) fn is_less(&self) -> bool {
+        self.limits.iter().any(RemainingHeaders::is_less)
+    }
+
+    /// Returns how long until a statement has to be sent to the store, even if no request waits.
+    /// Refusals are sent at once. Other statements are sent only if the limits have
+    /// `external_usage`: other clients use them as well.
+    pub(super) fn due_in(
+        &self,
+        spec: &LimitSpec,
+        external_usage: bool,
+        now: Instant,
+    ) -> Option<Duration> {
+        let stated = spec.quota().limits().iter().zip(&self.limits);
+        stated
+            .filter(|(_, headers)| headers.is_news() && (external_usage || headers.has_refused()))
+            .map(|(limit, headers)| headers.pause(*limit, now))
+            .min()
+    }
+
+    /// Takes the statement that is sent to the store with a call. One call carries the statement
+    /// about one limit.
+    pub(super) fn take_due(
+        &mut self,
+        spec: &LimitSpec,
+        max_hold: Duration,
+        now: Instant,
+    ) -> Option<UpstreamRemaining> {
+        let mut limits = spec.quota().limits().iter().zip(&mut self.limits);
+        limits.find_map(|(limit, headers)| headers.take_due(*limit, max_hold, now))
+    }
+}
 
 /// What the upstream stated about one limit.
 #[derive(Default)]
-pub(super) struct RemainingHeaders {
+struct RemainingHeaders {
     /// The last statement that was not yet sent to the store.
     latest: Option<StatedRemaining>,
     /// The reset to which later ones are compared.
@@ -91,13 +186,7 @@ impl RemainingHeaders {
     ///
     /// The upstream made the statement between `sent` and now. It counts as made at `sent`: then
     /// the reset is earlier, and more was refilled since.
-    pub(super) fn observe(
-        &mut self,
-        limit: Limit,
-        quota: &ObservedQuota,
-        refused: u32,
-        sent: Instant,
-    ) {
+    fn observe(&mut self, limit: Limit, quota: &ObservedQuota, refused: u32, sent: Instant) {
         let Some(units) = left_of(limit, quota) else {
             return;
         };
@@ -175,23 +264,23 @@ impl RemainingHeaders {
     }
 
     /// Returns whether a statement has not been sent to the store yet.
-    pub(super) fn is_news(&self) -> bool {
+    fn is_news(&self) -> bool {
         self.latest.is_some()
     }
 
     /// Returns whether the upstream refused units that have not been sent to the store yet.
-    pub(super) fn has_refused(&self) -> bool {
+    fn has_refused(&self) -> bool {
         self.refused > 0
     }
 
     /// Returns whether fewer units are left than could still leave, and the store does not know.
-    pub(super) fn is_less(&self) -> bool {
+    fn is_less(&self) -> bool {
         self.is_less
     }
 
     /// Returns the units left, if the last statement bounds what may leave: if it is not old and
     /// states a reset.
-    pub(super) fn bound(&self, limit: Limit, now: Instant) -> Option<u64> {
+    fn bound(&self, limit: Limit, now: Instant) -> Option<u64> {
         let StatedRemaining {
             units,
             resets_at,
@@ -203,7 +292,7 @@ impl RemainingHeaders {
     }
 
     /// Returns how long until a statement has to be sent to the store.
-    pub(super) fn pause(&self, limit: Limit, now: Instant) -> Duration {
+    fn pause(&self, limit: Limit, now: Instant) -> Duration {
         let Some(sent_at) = self.sent_at.filter(|_| self.refused == 0) else {
             return Duration::ZERO;
         };
@@ -214,7 +303,7 @@ impl RemainingHeaders {
     /// Notes that only `units` are left, which is less than could still leave. Returns whether the
     /// other processes are notified at once. They are, unless they were notified within the last
     /// second and more than half is left of what they were notified of.
-    pub(super) fn notify_less(&mut self, units: u64, now: Instant) -> bool {
+    fn notify_less(&mut self, units: u64, now: Instant) -> bool {
         self.is_less = true;
         self.urgent |= self.notified.is_none_or(|(notified_at, before)| {
             now >= clock::after(notified_at, LONGEST_PAUSE) || units <= before / 2
@@ -226,7 +315,7 @@ impl RemainingHeaders {
     }
 
     /// Takes the statement that is sent to the store now, if one is due.
-    pub(super) fn take_due(
+    fn take_due(
         &mut self,
         limit: Limit,
         max_hold: Duration,
