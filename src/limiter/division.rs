@@ -8,6 +8,7 @@ use smallvec::SmallVec;
 use super::engine::Core;
 use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, WholeLimits, fresh_for};
 use super::quotas::QuotaId;
+use super::session::TimeBounds;
 use super::store_call::StoreCall;
 use crate::clock;
 use crate::error::StoreError;
@@ -167,7 +168,7 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
             if let Ok(StatementOutcome { answered, .. }) = stated
                 && number == OWN_PART
             {
-                state.note_trip(spec, (sent, answered));
+                state.note_trip(spec, TimeBounds::new(sent, answered));
             }
         });
         if let Ok(StatementOutcome { hold, .. }) = stated

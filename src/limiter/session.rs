@@ -9,6 +9,29 @@ use crate::clock;
 use crate::limit::{Micros, micros_down};
 use crate::store::{ClientSession, Lease, StoreSession, UnusedPermits};
 
+/// Between which moments, by the clock of this process, something happened in the store.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TimeBounds {
+    pub(super) earliest: Instant,
+    pub(super) latest: Instant,
+}
+
+impl TimeBounds {
+    pub(super) fn new(earliest: Instant, latest: Instant) -> Self {
+        TimeBounds { earliest, latest }
+    }
+
+    /// It happened at this moment.
+    pub(super) fn at(moment: Instant) -> Self {
+        TimeBounds::new(moment, moment)
+    }
+
+    /// Returns how uncertain it is when it happened.
+    pub(super) fn span(self) -> Duration {
+        self.latest.saturating_duration_since(self.earliest)
+    }
+}
+
 /// The session of one key with a store.
 ///
 /// A reply states the store's time. The store read that time after the call was sent and before the
@@ -17,10 +40,8 @@ use crate::store::{ClientSession, Lease, StoreSession, UnusedPermits};
 pub(super) struct KeySession {
     /// The last reply of the store.
     reply: StoreSession,
-    /// The store's clock showed the time of the last reply at this moment or later.
-    earliest: Instant,
-    /// The store's clock showed that time at this moment or earlier.
-    latest: Instant,
+    /// When the store's clock showed the time of the last reply.
+    bounds: TimeBounds,
     /// The longest round trip of a call lately.
     trip: Duration,
     /// Whether an event of the store may have been missed since the last reply.
@@ -59,8 +80,7 @@ impl KeySession {
     pub(super) fn new(lease: &Lease, sent: Instant, now: Instant) -> Self {
         KeySession {
             reply: StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now),
-            earliest: sent,
-            latest: now,
+            bounds: TimeBounds::new(sent, now),
             trip: Duration::ZERO,
             doubted: false,
             until: now,
@@ -82,7 +102,7 @@ impl KeySession {
 
     /// Counts permits that the process granted itself while the store could not be reached.
     pub(super) fn count(&mut self, lease: &Lease, window: Duration, now: Instant) {
-        let passed = now.saturating_duration_since(self.latest);
+        let passed = now.saturating_duration_since(self.bounds.latest);
         let store_now = self.reply.seen().saturating_add(micros_down(passed));
         self.count_grants(lease, store_now, window, now);
     }
@@ -117,16 +137,18 @@ impl KeySession {
         let last_seen = self.reply.seen();
         let passed = Duration::from_micros(seen.saturating_sub(last_seen));
         let drift = passed / 2000;
-        let earliest = clock::after(self.earliest, passed.saturating_sub(drift)).max(sent);
-        let latest = clock::after(self.latest, passed.saturating_add(drift)).min(now);
-        let agree = seen >= last_seen && earliest <= latest;
-        self.earliest = if agree { earliest } else { sent };
-        self.latest = if agree { latest } else { now };
+        let TimeBounds { earliest, latest } = self.bounds;
+        let earliest = clock::after(earliest, passed.saturating_sub(drift)).max(sent);
+        let latest = clock::after(latest, passed.saturating_add(drift)).min(now);
+        self.bounds = match seen >= last_seen && earliest <= latest {
+            true => TimeBounds::new(earliest, latest),
+            false => TimeBounds::new(sent, now),
+        };
     }
 
-    /// Returns the two moments between which the store's clock showed the time of its last reply.
-    pub(super) fn bounds(&self) -> (Instant, Instant) {
-        (self.earliest, self.latest)
+    /// Returns when the store's clock showed the time of its last reply.
+    pub(super) fn bounds(&self) -> TimeBounds {
+        self.bounds
     }
 
     /// Subtracts permits that were granted lately and are given back.

@@ -20,6 +20,7 @@ use super::charges::ChargeNumber;
 use super::context::KeyContext;
 use crate::error::StoreError;
 use crate::limiter::queue::{CallNumber, Returns};
+use crate::limiter::session::TimeBounds;
 use crate::store::{Demand, JointCall, Lease, LeaseRequest, StoreReply};
 
 /// What a call asks for.
@@ -97,8 +98,8 @@ pub(in crate::limiter) struct SentCall {
 /// An answer that was taken in, but for its slots and refusals.
 pub(super) struct TakenIn {
     pub(super) lease: Lease,
-    /// The store made the lease between these moments.
-    pub(super) bounds: (Instant, Instant),
+    /// When the store made the lease.
+    pub(super) bounds: TimeBounds,
     /// Whether the store decided before a release that this process knows of. Then the rest of the answer is out of
     /// date, too.
     pub(super) precedes_release: bool,

@@ -139,7 +139,7 @@ impl JointAsk {
                 }
                 JointAnswer::Granted {
                     slot,
-                    uncertain: bounds.1.saturating_duration_since(bounds.0),
+                    uncertain: bounds.span(),
                     is_last: lease.is_last,
                     // The answer itself may state a quota that was set: the slot is under that one.
                     changes: if is_unchanged {

@@ -21,6 +21,7 @@ use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::ProbeNumber;
+use crate::limiter::session::TimeBounds;
 use crate::signal::Signal;
 use crate::stats::Cause;
 use crate::store::{HoldState, Register};
@@ -301,12 +302,7 @@ impl KeyHold {
     /// within `bounds`.
     ///
     /// Returns whether the store decided before a release that this process knows of.
-    pub(super) fn answered(
-        &mut self,
-        held: HoldState,
-        sent: Instant,
-        bounds: (Instant, Instant),
-    ) -> bool {
+    pub(super) fn answered(&mut self, held: HoldState, sent: Instant, bounds: TimeBounds) -> bool {
         if self.details.is_none() && held.is_none() {
             return false;
         }
@@ -318,7 +314,7 @@ impl KeyHold {
             details.forget_stated_wait();
             // The first answer may state releases from before the hold.
             if is_known {
-                details.released(HoldSource::Published, was_nearly_over, bounds.1);
+                details.released(HoldSource::Published, was_nearly_over, bounds.latest);
             }
         }
         precedes_release

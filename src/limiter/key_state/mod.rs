@@ -66,6 +66,7 @@ use smallvec::SmallVec;
 use super::prefetched::{Offer, Prefetched};
 use super::queue::{Delay, Gathering, Queue, Returns};
 use super::reservation::{CountedAs, ProbeNumber, Reservation};
+use super::session::TimeBounds;
 use super::unlocked::UnlockedPermits;
 use crate::clock;
 use crate::limit::{Charge, LimitSpec, UnusedPermits};
@@ -481,7 +482,7 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         held: HoldState,
         sent: Instant,
-        bounds: (Instant, Instant),
+        bounds: TimeBounds,
     ) -> bool {
         let before = self.hold.left(ctx.now);
         let precedes_release = self.hold.answered(held, sent, bounds);
@@ -738,15 +739,14 @@ impl KeyState {
         }
     }
 
-    /// Keeps what a lease states besides its slots. Returns two moments by the clock of this
-    /// process: the store made the lease between them.
+    /// Keeps what a lease states besides its slots. Returns when the store made the lease.
     fn remember(
         &mut self,
         ctx: &mut KeyContext<'_>,
         lease: &Lease,
         sent: Instant,
         now: Instant,
-    ) -> (Instant, Instant) {
+    ) -> TimeBounds {
         if let Some(set) = &lease.set_quota {
             self.take_in_set_quota(ctx, set);
         }
@@ -770,7 +770,7 @@ impl KeyState {
         if let Some(grant) = &lease.prefetched {
             // The calls of joint requests are under way at the same time as another call.
             self.give_back_prefetched(ctx);
-            let permits = slot(lease, grant, (bounds.0, bounds.0));
+            let permits = slot(lease, grant, TimeBounds::at(bounds.earliest));
             if ctx.is_draining || !self.hold.is_clear(ctx.max_hold, ctx.now) {
                 // The call was sent before the drain, or before the hold.
                 self.give_back_now(ctx, &[permits.unused()]);

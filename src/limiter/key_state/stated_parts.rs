@@ -27,6 +27,7 @@ use super::KeyState;
 use super::context::{Effect, KeyContext};
 use crate::clock;
 use crate::limit::{LimitSpec, STATED_AHEAD};
+use crate::limiter::session::TimeBounds;
 use crate::quota::Limit;
 use crate::store::Usage;
 use crate::wait_queue::ANSWER;
@@ -261,8 +262,8 @@ impl KeyState {
 
     /// Notes between which moments the store answered a statement about the own part. The first call for
     /// permits may be for many requests, so it has to ask for permits that are valid for long enough.
-    pub(in crate::limiter) fn note_trip(&mut self, spec: &LimitSpec, bounds: (Instant, Instant)) {
-        self.store.answers_later |= bounds.1 > bounds.0;
+    pub(in crate::limiter) fn note_trip(&mut self, spec: &LimitSpec, bounds: TimeBounds) {
+        self.store.answers_later |= bounds.latest > bounds.earliest;
         self.store.raise_life(spec, bounds, false);
     }
 

@@ -7,7 +7,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::limiter::reservation::Reservation;
-use crate::limiter::session::KeySession;
+use crate::limiter::session::{KeySession, TimeBounds};
 use crate::quota::{LIFE, Limit};
 use crate::store::{ClientSession, Grant, Lease, Refusal, Source, trust};
 use crate::wait_queue::WaitBound;
@@ -18,7 +18,7 @@ const LONGEST_LIFE: Duration = Duration::from_millis(20);
 /// The validity of permits allows for a task that wakes this late.
 const WAKE_UP: Duration = Duration::from_millis(5);
 
-/// How often the store is called until the first slot.
+/// How often the store is called until the first slot, after it has refused a request.
 const TIMES: u32 = 4;
 
 /// The shortest pause between two calls.
@@ -58,8 +58,8 @@ struct RemoteView {
 
 /// What a lease showed of the store.
 pub(super) struct Observed {
-    /// Two moments by the clock of this process. The store made the lease between them.
-    pub(super) bounds: (Instant, Instant),
+    /// When the store made the lease.
+    pub(super) bounds: TimeBounds,
     /// Whether the store has lost its state.
     pub(super) has_lost_state: bool,
     /// Whether the permits that were granted before are void, because the ledger that made this
@@ -127,15 +127,16 @@ impl StoreView {
                 self.has_external_usage = lease.external_usage;
                 self.free = u32::try_from(lease.free).unwrap_or(u32::MAX);
                 has_lost_state = self.update_session(spec, lease, sent, now);
-                self.session()
-                    .filter(|_| self.answers_later)
-                    .map_or((sent, now), |session| session.bounds())
+                match self.session().filter(|_| self.answers_later) {
+                    Some(session) => session.bounds(),
+                    None => TimeBounds::new(sent, now),
+                }
             }
             Source::Standalone { granted_at } => {
                 if let Some(session) = self.session_mut() {
                     session.count(lease, spec.quota().longest_memory(), now);
                 }
-                (granted_at, granted_at)
+                TimeBounds::at(granted_at)
             }
         };
         Observed {
@@ -312,7 +313,7 @@ impl StoreView {
     /// Sets the validity of the next permits after an answer. It depends on how exactly the clock
     /// of the store is known (`bounds`), and on whether permits expired before they arrived
     /// (`died`).
-    pub(super) fn adapt_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
+    pub(super) fn adapt_life(&mut self, spec: &LimitSpec, bounds: TimeBounds, died: bool) {
         let adapted = if died {
             self.life() * 2
         } else {
@@ -323,7 +324,7 @@ impl StoreView {
 
     /// Does the same after an answer for one request only. The validity does not shrink: it shrinks
     /// if the request wakes in time.
-    pub(super) fn raise_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), died: bool) {
+    pub(super) fn raise_life(&mut self, spec: &LimitSpec, bounds: TimeBounds, died: bool) {
         let raised = if died { self.life() * 2 } else { self.life() };
         self.set_life(spec, bounds, raised);
     }
@@ -339,9 +340,8 @@ impl StoreView {
         self.forget_refusal();
     }
 
-    fn set_life(&mut self, spec: &LimitSpec, bounds: (Instant, Instant), life: Duration) {
-        let uncertain = bounds.1.saturating_duration_since(bounds.0);
-        let trips = uncertain.saturating_mul(2).saturating_add(WAKE_UP);
+    fn set_life(&mut self, spec: &LimitSpec, bounds: TimeBounds, life: Duration) {
+        let trips = bounds.span().saturating_mul(2).saturating_add(WAKE_UP);
         let least = if self.answers_later {
             spec.life().max(trips)
         } else {
@@ -389,7 +389,7 @@ fn nanos(span: Duration) -> u64 {
 pub(super) fn slot(
     lease: &Lease,
     grant: &Grant,
-    (earliest, latest): (Instant, Instant),
+    TimeBounds { earliest, latest }: TimeBounds,
 ) -> Reservation {
     // The store's time is cut to whole microseconds.
     let lasts = grant

@@ -12,6 +12,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::limiter::queue::{Number, Queue, Returns};
 use crate::limiter::reservation::{NoSlot, Reservation};
+use crate::limiter::session::TimeBounds;
 use crate::store::{Demand, Lease, Refusal, StoreReply};
 use crate::wait_queue::WaitBound;
 
@@ -127,7 +128,7 @@ impl Ticket {
             let refusal = lease.refused.or(recovering).unwrap_or(Refusal::NEVER);
             return Some(Err(NoSlot::TooLate(refusal)));
         };
-        let slot = slot(&lease, grant, (ctx.now, clock::now()));
+        let slot = slot(&lease, grant, TimeBounds::new(ctx.now, clock::now()));
         if grant.wait.is_zero() {
             return Some(Ok(slot));
         }

@@ -45,6 +45,7 @@ use super::probation::{Passage, Probation};
 use super::upstream_refusals::SAME_END;
 use crate::clock::{self, SleepMark};
 use crate::limiter::reservation::ProbeNumber;
+use crate::limiter::session::TimeBounds;
 use crate::store::HoldState;
 
 /// How often the store is asked for a release that may have been missed, while requests arrive.
@@ -183,7 +184,7 @@ impl Hold {
         &mut self,
         held: HoldState,
         sent: Instant,
-        (earliest, latest): (Instant, Instant),
+        TimeBounds { earliest, latest }: TimeBounds,
     ) -> bool {
         self.learn_releases(held.releases);
         let evidence = &mut self.evidence;

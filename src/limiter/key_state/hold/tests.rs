@@ -31,7 +31,7 @@ impl World {
         let start = clock::now();
         let mut hold = Hold::new(start);
         assert!(hold.adopt(HoldState::new(ms(1000), 0), HoldSource::Seen, start));
-        assert!(!hold.answered(HoldState::new(ms(1000), 0), start, (start, start)));
+        assert!(!hold.answered(HoldState::new(ms(1000), 0), start, TimeBounds::at(start)));
         World { start, hold }
     }
 
@@ -42,7 +42,8 @@ impl World {
     /// The reply to a call sent at `sent` arrives 20 ms later.
     fn answered(&mut self, held: HoldState, sent: u64) -> bool {
         let sent = self.start + ms(sent);
-        self.hold.answered(held, sent, (sent, sent + ms(20)))
+        self.hold
+            .answered(held, sent, TimeBounds::new(sent, sent + ms(20)))
     }
 
     fn moments(&self) -> Moments {
