@@ -249,6 +249,30 @@ impl Verdict {
 }
 
 impl Because {
+    /// Returns the limit that is used up, if that is what a request waits for.
+    pub(crate) fn limit(&self) -> Option<Limit> {
+        match *self {
+            Because::InFlight(limit) | Because::Limit(limit) | Because::Reserved(limit) => {
+                Some(limit)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the name of the cause, as in a trace.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Because::Held => "hold",
+            Because::Probing => "probe",
+            Because::Recovering => "recovery",
+            Because::InFlight(_) => "in_flight",
+            Because::Limit(_) => "rate",
+            Because::Reserved(_) => "reserved",
+            Because::Queue { .. } => "queue",
+            Because::Pace => "pace",
+        }
+    }
+
     /// Writes what a request waits for. Limits count `unit`, and the key has this `hold`.
     pub(crate) fn write(
         self,

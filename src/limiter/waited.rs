@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use super::explanation::Because;
 use crate::key::Label;
-use crate::quota::Limit;
 
 /// How a request waited for its permit, in the extensions of its response.
 ///
@@ -88,31 +87,5 @@ impl fmt::Display for Waited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "waited {:?}: ", self.span)?;
         self.because.write(f, None, None)
-    }
-}
-
-impl Because {
-    /// Returns the limit that is used up, if that is what a request waits for.
-    pub(crate) fn limit(&self) -> Option<Limit> {
-        match *self {
-            Because::InFlight(limit) | Because::Limit(limit) | Because::Reserved(limit) => {
-                Some(limit)
-            }
-            _ => None,
-        }
-    }
-
-    /// Returns the name of the cause, as in a trace.
-    pub(crate) fn name(&self) -> &'static str {
-        match self {
-            Because::Held => "hold",
-            Because::Probing => "probe",
-            Because::Recovering => "recovery",
-            Because::InFlight(_) => "in_flight",
-            Because::Limit(_) => "rate",
-            Because::Reserved(_) => "reserved",
-            Because::Queue { .. } => "queue",
-            Because::Pace => "pace",
-        }
     }
 }
