@@ -530,17 +530,12 @@ impl Future for Acquire {
                     return Poll::Ready(Err(limited));
                 }
                 Step::Waiting(wait) => {
-                    let polled = ready!(Pin::new(&mut *wait).poll(cx));
-                    let result = match polled.and_then(|taken| wait.leave(taken)) {
-                        Ok(Some(taken)) => {
-                            taken.is_by_hand();
-                            Ok(Permit::new(taken))
-                        }
-                        Ok(None) => continue,
-                        Err(limited) => Err(limited),
-                    };
+                    let left = ready!(wait.poll_left(cx));
                     self.0 = Step::Done;
-                    return Poll::Ready(result);
+                    return Poll::Ready(left.map(|taken| {
+                        taken.is_by_hand();
+                        Permit::new(taken)
+                    }));
                 }
                 Step::Done => panic!("an Acquire future was polled after it was ready"),
             }

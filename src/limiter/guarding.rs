@@ -1,6 +1,6 @@
 //! What a ban guard needs of limiters: one that counts bad answers, and one whose keys it stops.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -41,13 +41,9 @@ impl Limiter {
             }
             Admission::No(limited) => CountedUnit::Now(Err(limited)),
             Admission::Wait(mut wait) => CountedUnit::Later(async move {
-                loop {
-                    let taken = (&mut wait).await?;
-                    if let Some(taken) = wait.leave(taken)? {
-                        drop(taken.sent());
-                        return Ok(());
-                    }
-                }
+                let taken = poll_fn(|cx| wait.poll_left(cx)).await?;
+                drop(taken.sent());
+                Ok(())
             }),
         }
     }

@@ -3,7 +3,7 @@
 
 use std::future::Future;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -98,6 +98,16 @@ impl Wait {
         }
         self.request.wait_again(taken);
         Ok(None)
+    }
+
+    /// Polls until the request leaves.
+    pub(super) fn poll_left(&mut self, cx: &mut Context<'_>) -> Poll<Result<Taken, Limited>> {
+        loop {
+            let taken = ready!(Pin::new(&mut *self).poll(cx))?;
+            if let Some(taken) = self.leave(taken)? {
+                return Poll::Ready(Ok(taken));
+            }
+        }
     }
 
     /// Estimates the cost of the request anew if it waits for a whole limit, and a request was settled since the last
