@@ -401,7 +401,8 @@ impl JointSet {
                 state.lanes.add(slot);
                 let now = clock::now();
                 // It gives up its in-flight slots.
-                let gives_up = self.limits_calls() && !state.is_near(*number, costs, now);
+                let limits_calls = self.parts.iter().any(|part| part.core.in_flight.is_some());
+                let gives_up = limits_calls && !state.is_near(*number, costs, now);
                 state.lanes.change(costs, |lane| {
                     if let Some(wait) = lane.get_mut(*number) {
                         // It waits. It may still leave with the earlier slot that is booked for a request behind it.
@@ -459,10 +460,6 @@ impl JointSet {
     /// Returns whether the joint slot of a request is due within the life of a permit, or may be: it is being booked.
     pub(in crate::limiter) fn is_near(&self, number: Number, costs: &Costs, now: Instant) -> bool {
         self.with(|state, _| state.is_near(number, costs, now))
-    }
-
-    fn limits_calls(&self) -> bool {
-        self.parts.iter().any(|part| part.core.in_flight.is_some())
     }
 
     /// Returns whether a request waits.

@@ -651,14 +651,9 @@ impl KeyHold {
         now: Instant,
         cx: &Context<'_>,
     ) -> Option<Duration> {
-        self.wake_on_change(number, now, cx);
-        self.blocked_for(max_hold, now)
-    }
-
-    /// Registers a task that is woken when the key is put on hold or released.
-    fn wake_on_change(&mut self, number: Number, now: Instant, cx: &Context<'_>) {
         let waker = Some(cx.waker().clone());
         self.details(now).waiting.insert(number, waker);
+        self.blocked_for(max_hold, now)
     }
 
     /// Removes a task that waits for the end of the hold.

@@ -369,7 +369,8 @@ impl KeyState {
         ctx: &KeyContext<'_>,
         returns: &mut Returns,
     ) -> (Option<Charge>, Option<ChargeNumber>) {
-        let memory = self.charge_memory(ctx);
+        // For so long the store counts a charge.
+        let memory = ctx.spec.quota().longest_memory() + ctx.spec.transit_slack();
         let charges = self.charges();
         let taken = charges.and_then(|charges| charges.take(memory, ctx.now, returns));
         taken.unzip()
@@ -383,11 +384,6 @@ impl KeyState {
     /// Returns what the upstream stated is left of each limit.
     fn remaining(&mut self) -> Option<&mut RemainingTracker> {
         Some(&mut self.pending.as_mut()?.remaining)
-    }
-
-    /// Returns for how long the store counts a charge.
-    fn charge_memory(&self, ctx: &KeyContext<'_>) -> Duration {
-        ctx.spec.quota().longest_memory() + ctx.spec.transit_slack()
     }
 
     /// Returns whether the store may not have counted all charges.
