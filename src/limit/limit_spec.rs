@@ -131,4 +131,13 @@ impl LimitSpec {
     pub fn boundary_guard(&self) -> Duration {
         self.boundary_guard
     }
+
+    /// Returns what another quota with the same slacks has to allow for.
+    pub(crate) fn slacks(&self) -> Slacks {
+        Slacks {
+            transit: self.transit_slack,
+            boundary: self.boundary_guard,
+            rate_loss: Slacks::RATE_LOSS,
+        }
+    }
 }

@@ -10,7 +10,7 @@ use super::stated_parts::StatedParts;
 use crate::clock;
 use crate::limit::{Lending, LimitSpec, is_learned};
 use crate::limiter::quotas::QuotaId;
-use crate::quota::{Quota, Slacks};
+use crate::quota::Quota;
 use crate::signal::Signal;
 use crate::store::SetQuota;
 
@@ -88,6 +88,8 @@ impl KeyLimits {
         like: &LimitSpec,
         now: Instant,
     ) -> bool {
+        let was_set = self.set_spec().is_some();
+        let was_learned = self.learned_life(now).is_some();
         let own = self.0.get_or_insert_default();
         let until = clock::after(now, new.left);
         match &mut own.set {
@@ -99,18 +101,13 @@ impl KeyLimits {
             _ => {}
         }
         // The end of a quota that this process did not obey changes none of its limits.
-        let was_set = own.set.as_ref().is_some_and(|known| known.spec.is_some());
         if was_set || new.quota.is_some() {
             own.note_change();
         }
         if new.quota.is_none() {
             // What the upstream has stated until then has ended, too.
             own.stated = None;
-            if let Some(known) = &own.set
-                && known.spec.is_some()
-                && is_learned(known.version)
-                && known.until > now
-            {
+            if was_learned {
                 own.unlearned_until = Some(clock::after(now, UNLEARNED));
             }
         }
@@ -314,14 +311,9 @@ fn set_spec(quota: Quota, set: &SetQuota, like: &LimitSpec) -> LimitSpec {
         None => quota,
     };
     let quota = like.quota().unit().map_or(quota, |unit| quota.of(unit));
-    let slacks = Slacks {
-        transit: like.transit_slack(),
-        boundary: like.boundary_guard(),
-        rate_loss: Slacks::RATE_LOSS,
-    };
-    let spec = LimitSpec::new(quota, slacks.transit, slacks.boundary);
+    let spec = LimitSpec::new(quota, like.transit_slack(), like.boundary_guard());
     // Another process has set it, which may allow for other slacks.
-    let life = quota.check(slacks).unwrap_or(spec.life());
+    let life = quota.check(like.slacks()).unwrap_or(spec.life());
     let spec = spec
         .with_life(life)
         .with_quota_version(set.version, set.life);

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use super::quota_match::counts;
 use crate::clock;
 use crate::limit::LimitSpec;
-use crate::quota::{Limit, Quota, Slacks};
+use crate::quota::{Limit, Quota};
 use crate::signal::{ObservedQuota, Signal};
 use crate::wait_queue::ANSWER;
 
@@ -107,16 +107,11 @@ impl StatedLimit {
     fn of(quota: &ObservedQuota, spec: &LimitSpec, now: Instant) -> Option<StatedLimit> {
         let (count, window) = (u32::try_from(quota.limit()?).ok()?, quota.window()?);
         let limit = Limit::Sliding { count, window };
-        let slacks = Slacks {
-            transit: spec.transit_slack(),
-            boundary: spec.boundary_guard(),
-            rate_loss: Slacks::RATE_LOSS,
-        };
         let longest = spec.quota().limits().iter().map(Limit::window).max();
         let longest = longest.unwrap_or_default().saturating_mul(LONGER);
         let makes_sense = window <= longest.max(LONGEST_WINDOW)
             && counts(quota, spec.quota().unit())
-            && Quota::new(count, window).check(slacks).is_ok();
+            && Quota::new(count, window).check(spec.slacks()).is_ok();
         let until = clock::after(now, life(window));
         makes_sense.then(|| StatedLimit {
             limit,
