@@ -11,10 +11,9 @@ use std::time::Instant;
 use super::holds::Probe;
 use super::joint::{self, JointSet};
 use super::key_state::Ticket;
-use super::part::{Costs, Part, PartRef};
+use super::part::{Costs, Part, PartRef, Slots};
 use super::queue::Number;
 use super::reservation::{NoSlot, Reservation, Stopped};
-use super::slots::Slots;
 use crate::key_map::Full;
 use crate::wait_queue::WaitBound;
 

@@ -32,7 +32,7 @@
 // | `cores` | the cores of a limiter whose quota counts several units |
 // | `counting` | what is counted of requests, and the stats of a limiter |
 // | `holds`, `in_flight_slot`, `own_quota` | holds of keys and their probes, in-flight slots, quotas that requests or responses state, or an operator sets |
-// | `part`, `slots` | the keys of a request, and what it states for them; what it gets in its line |
+// | `part` | the keys of a request: what it states for them, and the slots that it gets in its line |
 // | `admitted` | a request that is sent, for its response, and which of its keys the response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
 // | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
@@ -87,7 +87,6 @@ mod sent;
 mod session;
 mod settings;
 mod settlement;
-mod slots;
 mod status;
 mod store_call;
 mod taken;

@@ -9,10 +9,9 @@ use super::{Request, WaitStage};
 use crate::key_map::Full;
 use crate::limiter::in_flight_slot::{self, InFlightSlot};
 use crate::limiter::line::LinePlace;
-use crate::limiter::part::{Part, PartRef};
+use crate::limiter::part::{Part, PartRef, Slots};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Stopped};
-use crate::limiter::slots::Slots;
 use crate::wait_queue::WaitBound;
 
 /// What a request has of a limit of calls in flight.
