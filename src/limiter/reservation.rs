@@ -71,11 +71,10 @@ pub(super) enum CountedAs {
 /// Why an attempt to get a slot, or an in-flight slot, brought none.
 ///
 /// The state of a key returns it when a request enters, and keeps it for a waiter until the
-/// waiter's future is polled. It goes unchanged to the end of the request, where the caller's error is made of it:
-/// `request/stopped.rs`.
+/// waiter's future is polled. The caller's error is made of it at the end of the request: `request/stopped.rs`.
 #[derive(Clone, Debug)]
 pub(super) enum NoSlot {
-    /// The wait would be too long, or was. Only at the end of the request is it known how that is called.
+    /// The wait would be too long, or was. What the caller is told of that is decided at the end of the request.
     TooLate(Refusal),
     /// This process refuses the request, whatever slots there are.
     Refused(Reason, Refusal),

@@ -1,8 +1,8 @@
 //! What the caller reads of a request that ends without a permit.
 //!
-//! A store, a hold or a bound stops a request, and what it states reaches this file as it is ([`Stopped`]). Here it becomes
-//! the caller's error, with the names of key and limit. Only here is it decided why a slot comes too late: the key may be on
-//! hold by now, or the quota may never allow the cost.
+//! A line, a hold or a limit of calls in flight stops a request with a [`Stopped`]. Here it becomes the caller's error, with
+//! the names of key and limit. Only here is it decided why a slot comes too late: the key may be on hold by now, or the quota
+//! may never allow the cost.
 
 use std::time::{Duration, Instant};
 
