@@ -4,7 +4,6 @@
 //! background tasks and the store. What can be read from it is here, and access to the state of a key is in `effects.rs`.
 //! What a limiter does is in the files that import this one: see `limiter/mod.rs`.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, RwLock, Weak};
@@ -84,8 +83,9 @@ pub(super) type OnEvent = fn(&Arc<Core>, Key, u64, StoreEvent);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CoreId(u32);
 
-/// The cores of this process. A core is added when it is made, and removed when it is dropped.
-static CORES: RwLock<BTreeMap<CoreId, Weak<Core>>> = RwLock::new(BTreeMap::new());
+/// The cores of this process, in the order of their numbers. A core is added when it is made, and removed when it is
+/// dropped.
+static CORES: RwLock<Vec<(CoreId, Weak<Core>)>> = RwLock::new(Vec::new());
 
 impl CoreId {
     fn next() -> Self {
@@ -95,7 +95,9 @@ impl CoreId {
 
     /// Returns the core, if its limiter still exists.
     pub(super) fn find(self) -> Option<Arc<Core>> {
-        read(&CORES).get(&self).and_then(Weak::upgrade)
+        let cores = read(&CORES);
+        let place = place_of(&cores, self).ok()?;
+        cores[place].1.upgrade()
     }
 
     /// Returns the name of `key` for errors and events.
@@ -105,6 +107,11 @@ impl CoreId {
             None => key.own_label(None),
         }
     }
+}
+
+/// Returns where a core stands among `cores`, or where it belongs.
+fn place_of(cores: &[(CoreId, Weak<Core>)], id: CoreId) -> Result<usize, usize> {
+    cores.binary_search_by_key(&id, |(id, _)| *id)
 }
 
 impl Core {
@@ -131,7 +138,9 @@ impl Core {
             on_event,
         });
         let mut cores = write(&CORES);
-        cores.insert(core.id, Arc::downgrade(&core));
+        // Two that are made at once may come in either order.
+        let place = place_of(&cores, core.id).unwrap_or_else(|place| place);
+        cores.insert(place, (core.id, Arc::downgrade(&core)));
         if cores.len() > 1 || core.in_flight.is_some() {
             read_marks();
         }
@@ -497,6 +506,9 @@ impl fmt::Debug for Core {
 impl Drop for Core {
     fn drop(&mut self) {
         stats::unregister(self);
-        write(&CORES).remove(&self.id);
+        let mut cores = write(&CORES);
+        if let Ok(place) = place_of(&cores, self.id) {
+            cores.remove(place);
+        }
     }
 }

@@ -1,6 +1,5 @@
 //! The names of units that limits count.
 
-use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 use crate::cost::Cost;
@@ -40,18 +39,18 @@ const WELL_KNOWN: [&str; 8] = [
 /// there are at most [`MOST_NAMES`] of at most 32 bytes: so quotas that come from requests or a database
 /// cannot fill the memory.
 pub(super) fn named(name: &str) -> Option<&'static str> {
-    static NAMES: Mutex<BTreeSet<&'static str>> = Mutex::new(BTreeSet::new());
+    static NAMES: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
     if let Some(known) = WELL_KNOWN.into_iter().find(|known| *known == name) {
         return Some(known);
     }
     let mut names = lock(&NAMES);
-    if let Some(known) = names.get(name) {
+    if let Some(known) = names.iter().find(|known| **known == name) {
         return Some(*known);
     }
     if names.len() >= MOST_NAMES {
         return None;
     }
     let kept: &'static str = Box::leak(name.into());
-    names.insert(kept);
+    names.push(kept);
     Some(kept)
 }

@@ -3,7 +3,6 @@
 //! A class may be mistyped, and it may come from a client. So a class without a share is noted once, up to
 //! [`MOST`] of them, and only a hash of it is kept. Neither memory nor events grow with what clients send.
 
-use std::collections::BTreeSet;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -20,7 +19,7 @@ const WITHOUT_CLASS: u32 = 100;
 #[derive(Debug, Default)]
 pub(crate) struct ClassCheck {
     /// The hashes of the classes without a share.
-    unknown: Mutex<BTreeSet<Key>>,
+    unknown: Mutex<Vec<Key>>,
     /// How many requests came without a class, up to [`WITHOUT_CLASS`]. It stays there once a request had
     /// a class.
     without_class: AtomicU32,
@@ -31,7 +30,12 @@ impl ClassCheck {
     /// [`MOST`].
     pub(crate) fn is_new(&self, class: &str) -> bool {
         let mut unknown = lock(&self.unknown);
-        unknown.len() < MOST && unknown.insert(Key::new(class))
+        let class = Key::new(class);
+        let is_new = unknown.len() < MOST && !unknown.contains(&class);
+        if is_new {
+            unknown.push(class);
+        }
+        is_new
     }
 
     /// Returns how many classes without a share were noted.

@@ -71,7 +71,8 @@ pub(crate) struct Tally {
     exported_waits: ExportedWaits,
     #[cfg(feature = "metrics")]
     labelled: LabelledKeys,
-    upstream_refusals: Mutex<BTreeMap<StatusCode, u64>>,
+    /// How often the upstream has refused, by status, sorted.
+    upstream_refusals: Mutex<Vec<(StatusCode, u64)>>,
     holds: [AtomicU64; Cause::ALL.len()],
     classes: ClassCheck,
     /// How many requests were sent again.
@@ -249,7 +250,11 @@ impl Tally {
     }
 
     pub(crate) fn upstream_refused(&self, status: StatusCode) {
-        *lock(&self.upstream_refusals).entry(status).or_default() += 1;
+        let mut statuses = lock(&self.upstream_refusals);
+        match statuses.binary_search_by_key(&status, |(status, _)| *status) {
+            Ok(place) => statuses[place].1 += 1,
+            Err(place) => statuses.insert(place, (status, 1)),
+        }
     }
 
     pub(crate) fn held(&self, cause: Cause) {

@@ -622,7 +622,8 @@ impl SetState {
     }
 
     fn next_wanted(&mut self) -> Option<WantedSlot> {
-        let (number, costs) = self.lanes.first_without_slot()?.clone();
+        let (number, costs) = self.lanes.first_without_slot()?;
+        let costs = costs.clone();
         self.has_left = false;
         let wait = self.lanes.wait_of(number, &costs)?;
         Some(WantedSlot {

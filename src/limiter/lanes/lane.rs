@@ -79,14 +79,18 @@ impl SlotWait {
     }
 }
 
+/// By what a lane is found: a moment, a waiter, both or neither.
+pub(super) type Place = (Option<Instant>, Number);
+
 /// What the lines of all costs need to know of a lane, to find it without looking at all of them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct LaneFacts {
     /// The first slot, if a request waits for it, and the first waiter.
-    pub(super) first_slot: Option<(Instant, Number)>,
-    pub(super) last_slot: Option<Instant>,
-    pub(super) first_without_slot: Option<Number>,
-    pub(super) has_surplus: bool,
+    pub(super) first_slot: Option<Place>,
+    pub(super) last_slot: Option<Place>,
+    pub(super) first_without_slot: Option<Place>,
+    /// If there are more permits than waiters.
+    pub(super) surplus: Option<Place>,
     pub(super) waiting: usize,
     pub(super) without_slot: usize,
 }
@@ -109,9 +113,9 @@ impl<S: Booked> Lane<S> {
     pub(super) fn facts(&self) -> LaneFacts {
         LaneFacts {
             first_slot: self.next_slot(),
-            last_slot: self.last_slot(),
-            first_without_slot: self.first_without_slot,
-            has_surplus: self.surplus() > 0,
+            last_slot: self.last_slot().map(|at| (Some(at), 0)),
+            first_without_slot: self.first_without_slot.map(|number| (None, number)),
+            surplus: (self.surplus() > 0).then_some((None, 0)),
             waiting: self.waiting(),
             without_slot: self.without_slot(),
         }
@@ -185,8 +189,8 @@ impl<S: Booked> Lane<S> {
     }
 
     /// Returns the first slot, if a request waits for it, and the first waiter.
-    fn next_slot(&self) -> Option<(Instant, Number)> {
-        Some((self.slots.front()?.at(), self.first_waiter()?))
+    fn next_slot(&self) -> Option<Place> {
+        Some((Some(self.slots.front()?.at()), self.first_waiter()?))
     }
 
     pub(in crate::limiter) fn last_slot(&self) -> Option<Instant> {

@@ -99,18 +99,23 @@ pub(super) struct HandedOut {
     stays: bool,
 }
 
+/// The costs of some lanes, sorted by what finds them: a moment, a waiter, or neither.
+///
+/// All four are of one type: each further type of sorted set adds some 6,000 lines of LLVM to a program.
+type Index<C> = BTreeSet<(Option<Instant>, Number, C)>;
+
 /// The waiters of a line by their costs, and the slots booked for them.
 #[derive(Debug)]
 pub(super) struct Lanes<S: Booked> {
     lanes: BTreeMap<S::Costs, Lane<S>>,
     /// The lanes by their first slots, for which requests wait. Of slots at one moment, that of the first waiter is
     /// handed out first.
-    first_slots: BTreeSet<((Instant, Number), S::Costs)>,
-    last_slots: BTreeSet<(Instant, S::Costs)>,
+    first_slots: Index<S::Costs>,
+    last_slots: Index<S::Costs>,
     /// The lanes by their first waiters without a slot.
-    without_slot: BTreeSet<(Number, S::Costs)>,
+    without_slot: Index<S::Costs>,
     /// The lanes with more permits than waiters.
-    with_surplus: BTreeSet<S::Costs>,
+    with_surplus: Index<S::Costs>,
     waiting: usize,
     waiting_without_slot: usize,
     handed: Handed,
@@ -157,22 +162,23 @@ impl<S: Booked> Lanes<S> {
 
     /// Returns the first slot that a request waits for.
     pub(super) fn next_slot(&self) -> Option<Instant> {
-        Some(self.first_slots.first()?.0.0)
+        self.first_slots.first()?.0
     }
 
     pub(super) fn last_slot(&self) -> Option<Instant> {
-        Some(self.last_slots.last()?.0)
+        self.last_slots.last()?.0
     }
 
     /// Returns the first waiter without a slot, and its costs.
-    pub(super) fn first_without_slot(&self) -> Option<&(Number, S::Costs)> {
-        self.without_slot.first()
+    pub(super) fn first_without_slot(&self) -> Option<(Number, &S::Costs)> {
+        let (_, number, costs) = self.without_slot.first()?;
+        Some((*number, costs))
     }
 
     /// Returns the lanes with waiters without a slot, by the first of these.
     pub(super) fn without_slot(&self) -> impl Iterator<Item = (Number, &S::Costs, &Lane<S>)> {
         let lanes = self.without_slot.iter();
-        lanes.filter_map(|(number, costs)| Some((*number, costs, self.lanes.get(costs)?)))
+        lanes.filter_map(|(_, number, costs)| Some((*number, costs, self.lanes.get(costs)?)))
     }
 
     /// Returns whether only one lane has waiters without a slot.
@@ -182,7 +188,7 @@ impl<S: Booked> Lanes<S> {
 
     /// Wakes the waiter of the next slot at `at`.
     pub(super) fn wake_for_next_slot(&mut self, at: Instant) {
-        if let Some((_, costs)) = self.first_slots.first()
+        if let Some((_, _, costs)) = self.first_slots.first()
             && let Some(lane) = self.lanes.get_mut(costs)
         {
             lane.wake_first(at);
@@ -246,31 +252,26 @@ impl<S: Booked> Lanes<S> {
 
     /// Takes in that the facts of a lane have changed.
     fn note(&mut self, costs: &S::Costs, before: LaneFacts, after: LaneFacts) {
-        fn moved<T: Ord + Copy, C: Ord + Clone>(
-            all: &mut BTreeSet<(T, C)>,
-            costs: &C,
-            (before, after): (Option<T>, Option<T>),
-        ) {
+        let places = [
+            (&mut self.first_slots, before.first_slot, after.first_slot),
+            (&mut self.last_slots, before.last_slot, after.last_slot),
+            (
+                &mut self.without_slot,
+                before.first_without_slot,
+                after.first_without_slot,
+            ),
+            (&mut self.with_surplus, before.surplus, after.surplus),
+        ];
+        for (index, before, after) in places {
             if before == after {
-                return;
+                continue;
             }
-            if let Some(before) = before {
-                all.remove(&(before, costs.clone()));
+            if let Some((at, number)) = before {
+                index.remove(&(at, number, costs.clone()));
             }
-            if let Some(after) = after {
-                all.insert((after, costs.clone()));
+            if let Some((at, number)) = after {
+                index.insert((at, number, costs.clone()));
             }
-        }
-        let first_slots = (before.first_slot, after.first_slot);
-        moved(&mut self.first_slots, costs, first_slots);
-        let last_slots = (before.last_slot, after.last_slot);
-        moved(&mut self.last_slots, costs, last_slots);
-        let without_slot = (before.first_without_slot, after.first_without_slot);
-        moved(&mut self.without_slot, costs, without_slot);
-        match (before.has_surplus, after.has_surplus) {
-            (false, true) => _ = self.with_surplus.insert(costs.clone()),
-            (true, false) => _ = self.with_surplus.remove(costs),
-            _ => {}
         }
         self.waiting = self.waiting - before.waiting + after.waiting;
         self.waiting_without_slot =
@@ -323,7 +324,7 @@ impl<S: Booked> Lanes<S> {
     ) -> HandedOut {
         let mut handed = std::mem::take(&mut self.handed);
         let mut all = HandedOut::default();
-        while let Some(((at, _), costs)) = self.first_slots.first()
+        while let Some((Some(at), _, costs)) = self.first_slots.first()
             && *at <= how.now
         {
             let costs = costs.clone();
@@ -368,8 +369,8 @@ impl<S: Booked> Lanes<S> {
         now: Instant,
         chosen: impl FnOnce(&S) -> bool,
     ) -> Option<S> {
-        let ((at, _), costs) = self.first_slots.first()?;
-        if *at > now {
+        let (at, _, costs) = self.first_slots.first()?;
+        if *at > Some(now) {
             return None;
         }
         let costs = costs.clone();
@@ -388,7 +389,7 @@ impl<S: Booked> Lanes<S> {
             first = Some(first.map_or(slot.at(), |first| first.min(slot.at())));
             taken(slot);
         };
-        for costs in self.with_surplus.clone() {
+        for (_, _, costs) in self.with_surplus.clone() {
             self.change(&costs, |lane| lane.trim(spared_from, &mut take));
         }
         first
@@ -396,12 +397,14 @@ impl<S: Booked> Lanes<S> {
 
     /// Takes up to `most` slots after `moment`, to book anew for their waiters.
     pub(super) fn take_after(&mut self, moment: Instant, most: usize, mut taken: impl FnMut(S)) {
-        let from = (
-            clock::after(moment, Duration::from_nanos(1)),
-            S::Costs::default(),
-        );
-        let later = self.last_slots.range(from..).take(most);
-        let later: Vec<S::Costs> = later.map(|(_, costs)| costs.clone()).collect();
+        let from = clock::after(moment, Duration::from_nanos(1));
+        let later = self
+            .last_slots
+            .range((Some(from), 0, S::Costs::default())..);
+        let later: Vec<S::Costs> = later
+            .take(most)
+            .map(|(_, _, costs)| costs.clone())
+            .collect();
         let mut slots = Vec::new();
         for costs in later {
             let left = most - slots.len();

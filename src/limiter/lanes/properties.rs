@@ -191,7 +191,7 @@ proptest! {
             prop_assert_eq!(lanes.last_slot(), last_slot);
             prop_assert_eq!(lanes.waiting(), model.waiters.len());
             prop_assert_eq!(lanes.waiting_without_slot(), without_slot.len());
-            let first = lanes.first_without_slot().map(|(number, _)| *number);
+            let first = lanes.first_without_slot().map(|(number, _)| number);
             prop_assert_eq!(first, without_slot.into_iter().min());
         }
     }
