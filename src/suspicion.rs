@@ -24,8 +24,6 @@
 
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use crate::clock;
 use crate::key::Key;
 use crate::uncertain::{LatestMoment, UNCERTAIN_UNTIL};
@@ -65,7 +63,7 @@ pub(crate) struct Suspicion {
     last: Instant,
     /// A refusal whose kind is not known, because the request was sent before the suspicion.
     unknown: Option<Unknown>,
-    refused: SmallVec<[RefusedKind; 1]>,
+    refused: Vec<RefusedKind>,
     /// For how many requests the store was asked whether another process holds their kind.
     asked: u32,
 }
@@ -75,7 +73,7 @@ pub(crate) struct Suspicion {
 struct Unknown {
     since: Instant,
     /// The kinds that were accepted since: it was none of them. `None` if they are too many.
-    accepted: Option<SmallVec<[Key; 1]>>,
+    accepted: Option<Vec<Key>>,
     count: u32,
 }
 
@@ -96,7 +94,7 @@ impl Suspicion {
         let suspicion = Suspicion {
             last: now,
             unknown: None,
-            refused: SmallVec::new(),
+            refused: Vec::new(),
             asked: 0,
         };
         suspicion.note(now);
@@ -140,7 +138,7 @@ impl Suspicion {
         let Some(kind) = kind else {
             self.unknown = Some(Unknown {
                 since: now,
-                accepted: Some(SmallVec::new()),
+                accepted: Some(Vec::new()),
                 count: 0,
             });
             return false;

@@ -3,8 +3,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use super::engine::Core;
 use super::key_state::{JoinedRound, KeyState, Lent, OWN_PART, WholeLimits, fresh_for};
 use super::quotas::QuotaId;
@@ -67,7 +65,7 @@ pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
     };
     let own = core.part_index();
     let quota = core.quota_id(key);
-    let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
+    let parts: Vec<_> = core.all_parts(key).enumerate().collect();
     let (before, after) = parts.split_at(own.min(parts.len()));
     // Each class begins with the part behind its own. Its own part is the last.
     let others = after.iter().skip(1).chain(before);
@@ -127,11 +125,11 @@ async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Dura
         .states
         .find(key, |state| (state.stated_parts(), state.limits.quota_id()));
     let (stated, quota) = known.unwrap_or_default();
-    let parts: SmallVec<[_; 8]> = core.all_parts(key).enumerate().collect();
+    let parts: Vec<_> = core.all_parts(key).enumerate().collect();
     let specs = parts
         .iter()
         .map(|(_, (part, part_key))| part.spec_of_part(*part_key, quota));
-    let specs: SmallVec<[Arc<LimitSpec>; 8]> = specs.collect();
+    let specs: Vec<Arc<LimitSpec>> = specs.collect();
     let again = specs.iter().map(|spec| fresh_for(spec)).min();
     let again = again.unwrap_or(LOOKS_AGAIN) / 2;
     // Parts that are about to need a statement get it in this round, too.

@@ -9,7 +9,6 @@ use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
 use tokio::runtime::Handle;
 use tokio::time::timeout;
 
@@ -93,7 +92,7 @@ impl Core {
     fn visit_new(self: &Arc<Self>, key: Key, now: Instant, act: Act<'_>) -> Result<(), Full> {
         let guard = self.settings.guard.as_ref();
         let guarded = guard.map(|guard| NewKey::new(guard, self.whole(key)));
-        let mut gone: SmallVec<[Key; 4]> = SmallVec::new();
+        let mut gone: Vec<Key> = Vec::new();
         let entered = self.states.enter(
             key,
             now,

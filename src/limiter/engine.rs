@@ -18,7 +18,6 @@ use super::quotas::QuotaId;
 use super::settings::{OnStoreError, Settings};
 use super::unit_check::UnitCheck;
 use super::whole_limit::WholeLimit;
-use smallvec::SmallVec;
 
 use crate::clock;
 use crate::cost::Cost;
@@ -363,7 +362,7 @@ impl Core {
     ) -> impl DoubleEndedIterator<Item = (Arc<Core>, Key)> + use<> {
         let whole = self.whole(key);
         let parts = self.parts.get().into_iter().flatten();
-        let mut parts: SmallVec<[Arc<Core>; 1]> = parts.filter_map(Weak::upgrade).collect();
+        let mut parts: Vec<Arc<Core>> = parts.filter_map(Weak::upgrade).collect();
         if parts.is_empty() {
             parts.push(self.clone());
         }

@@ -9,8 +9,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, RwLock};
 use std::time::Duration;
 
-use smallvec::SmallVec;
-
 use crate::config_error::ConfigError;
 use crate::limit::LimitSpec;
 use crate::locks::{read, write};
@@ -99,7 +97,7 @@ impl KnownQuotas {
 }
 
 /// The limits of a part, each with the unit that they count. `None` for requests.
-pub(super) type Specs = SmallVec<[(Option<&'static str>, Arc<LimitSpec>); 1]>;
+pub(super) type Specs = Vec<(Option<&'static str>, Arc<LimitSpec>)>;
 
 impl Quotas {
     /// The most different quotas that keys may have at the same time.

@@ -8,8 +8,6 @@
 
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use super::pace_state::SavedPace;
 use crate::clock;
 use crate::key::Key;
@@ -23,7 +21,7 @@ const LONGEST: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(super) struct Kinds {
     suspicion: Suspicion,
-    held: SmallVec<[HeldKind; 1]>,
+    held: Vec<HeldKind>,
     /// The pace before the first refusal, if it can be restored.
     before: Option<SavedPace>,
 }
@@ -41,7 +39,7 @@ impl Kinds {
     pub(super) fn new(before: Option<SavedPace>, now: Instant) -> Self {
         Kinds {
             suspicion: Suspicion::new(now),
-            held: SmallVec::new(),
+            held: Vec::new(),
             before,
         }
     }

@@ -3,8 +3,6 @@
 use std::mem;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use crate::clock;
 use crate::limit::{Charge, UnusedPermits};
 use crate::limiter::queue::{Returns, next_number};
@@ -55,7 +53,7 @@ pub(super) struct PendingCharges {
     waiting: u64,
     /// The first call that carried any of the units that wait, if one has.
     waiting_since: Option<ChargeNumber>,
-    under_way: SmallVec<[UnderWay; 1]>,
+    under_way: Vec<UnderWay>,
     /// When the last of the units was sent.
     sent_at: Option<Instant>,
     /// The permits whose units are replaced by units that wait.

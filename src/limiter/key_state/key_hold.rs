@@ -10,8 +10,6 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use super::fleet_probe::{FleetCall, FleetProbe, PROBE_TAKES, ProbedHold};
 use super::hold::{Hold, HoldSource};
 use super::probation::{LONGEST_PROBATION, Passage};
@@ -355,7 +353,7 @@ impl KeyHold {
     }
 
     /// Returns the kinds of requests that the upstream refuses alone, as this process knows.
-    pub(in crate::limiter) fn kinds(&self) -> SmallVec<[Key; 1]> {
+    pub(in crate::limiter) fn kinds(&self) -> Vec<Key> {
         self.suspicion()
             .into_iter()
             .flat_map(Suspicion::kinds)

@@ -53,7 +53,7 @@ pub(super) struct Loans {
     /// When the next round may begin.
     next: Option<Instant>,
     /// What the class knows of each part, by the number of the part.
-    lenders: SmallVec<[Lender; 2]>,
+    lenders: Vec<Lender>,
     /// The answer of the own part, kept until the other parts have answered.
     kept: Option<HeldAnswer>,
 }
@@ -83,7 +83,7 @@ pub(in crate::limiter) struct WantedLoan {
     /// Whether the own part is asked, too: all waiters have slots, the last of them far ahead.
     asks_own: bool,
     /// What is known of the parts.
-    lenders: SmallVec<[Lender; 2]>,
+    lenders: Vec<Lender>,
 }
 
 /// What a part has lent.
@@ -340,7 +340,7 @@ impl KeyState {
                 kept.slots.iter().for_each(|slot| queue.returns.add(slot));
             }
             (Some(kept), None) => {
-                let unused: SmallVec<[_; 4]> = kept.slots.iter().map(Reservation::unused).collect();
+                let unused: Vec<_> = kept.slots.iter().map(Reservation::unused).collect();
                 self.give_back_now(ctx, &unused);
             }
         }

@@ -6,8 +6,6 @@
 
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use super::quota_match::counts;
 use crate::clock;
 use crate::limit::LimitSpec;
@@ -69,7 +67,7 @@ pub struct StatedLimit {
 }
 
 /// Stated limits, each with a name and window of its own.
-pub(super) type Limits = SmallVec<[StatedLimit; 1]>;
+pub(super) type Limits = Vec<StatedLimit>;
 
 /// The limits that the upstream stated for one key.
 #[derive(Default)]
@@ -235,7 +233,7 @@ impl StatedLimits {
     fn quota(&self, trust: HeaderTrust, own: &Quota) -> Quota {
         let base = Some(*own).filter(|_| trust == HeaderTrust::Stricter || self.limits.is_empty());
         let room = Quota::MOST_LIMITS - base.map_or(0, |base| base.limits().len());
-        let mut limits: SmallVec<[Limit; MOST]> = SmallVec::new();
+        let mut limits: Vec<Limit> = Vec::new();
         for stated in &self.limits {
             if !limits.contains(&stated.limit) {
                 limits.push(stated.limit);

@@ -21,8 +21,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
-
 use super::KeyState;
 use super::context::{Effect, KeyContext};
 use crate::clock;
@@ -38,7 +36,7 @@ pub(in crate::limiter) const OWN_PART: u8 = u8::MAX;
 /// What a process has stated of the parts of a quota.
 #[derive(Clone, Default)]
 pub(in crate::limiter) struct StatedParts {
-    parts: SmallVec<[PartStatement; 2]>,
+    parts: Vec<PartStatement>,
     /// Whether there was a round of statements.
     has_begun: bool,
     /// If a round of statements is under way: when it counts as lost, or goes on if it waits for callers that do not
@@ -113,7 +111,7 @@ impl StatedParts {
 
 /// The limits of a quota as a whole: each limit of its first part, and the largest cost of all parts
 /// together.
-pub(in crate::limiter) struct WholeLimits(SmallVec<[(Limit, u64); 2]>);
+pub(in crate::limiter) struct WholeLimits(Vec<(Limit, u64)>);
 
 impl WholeLimits {
     /// Adds up the limits of all parts.

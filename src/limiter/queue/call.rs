@@ -373,7 +373,7 @@ impl Lane<Reservation> {
         let left_out = self.left_out(result, without_slot);
         self.count_waits_from(now);
         let too_late = self.assign(result.granted, without_slot, now);
-        let mut leaving: SmallVec<[(Number, NoSlot); 2]> = SmallVec::new();
+        let mut leaving: Vec<(Number, NoSlot)> = Vec::new();
         leaving.extend(too_late.into_iter().map(|(number, slot)| {
             let wait = Some(slot.saturating_duration_since(now));
             (number, NoSlot::TooLate(Refusal { wait, limit: None }))
@@ -403,7 +403,7 @@ impl Lane<Reservation> {
     ///
     /// If a waiter left while the call was under way, one that arrived later is in its place. The
     /// call did not ask for that one.
-    fn left_out(&self, result: &CallResult<'_>, without_slot: usize) -> SmallVec<[LeftOut; 4]> {
+    fn left_out(&self, result: &CallResult<'_>, without_slot: usize) -> Vec<LeftOut> {
         let newcomers = without_slot.saturating_sub(result.left_out);
         let last = self
             .iter()

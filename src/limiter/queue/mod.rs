@@ -409,7 +409,7 @@ impl Queue {
     /// Returns what the waiters could use sooner than their slots, `most` permits in all, and the latest
     /// slot that is of use.
     pub(super) fn sooner(&self, most: usize) -> Option<(SmallVec<[Demand; 2]>, Instant)> {
-        let mut lanes: SmallVec<[(Number, u32, usize, Instant); 2]> = SmallVec::new();
+        let mut lanes: Vec<(Number, u32, usize, Instant)> = Vec::new();
         for (cost, lane) in self.lanes.iter() {
             if let Some((first, count, latest)) = lane.sooner() {
                 lanes.push((first, *cost, count, latest));

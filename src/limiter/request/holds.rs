@@ -3,7 +3,6 @@
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-use smallvec::SmallVec;
 
 use super::{Request, WaitStage};
 use crate::clock::{self, Timer};
@@ -20,7 +19,7 @@ use crate::suspicion::{Suspicion, is_any_suspected};
 pub(crate) struct Suspect {
     pub(crate) kind: Key,
     /// For each of its parts under suspicion, the key that has the holds of the kind.
-    pub(super) holds: SmallVec<[(usize, Key); 1]>,
+    pub(super) holds: Vec<(usize, Key)>,
 }
 
 impl Suspect {
@@ -35,7 +34,7 @@ impl Suspect {
 
     #[cold]
     fn find_slow(parts: &[PartRef<'_>], kind: impl FnOnce() -> Key) -> Option<Box<Self>> {
-        let mut holds: SmallVec<[(usize, Key); 1]> = SmallVec::new();
+        let mut holds: Vec<(usize, Key)> = Vec::new();
         for (index, PartRef { core, entry }) in parts.iter().enumerate() {
             if entry.cost == 0 {
                 continue;
