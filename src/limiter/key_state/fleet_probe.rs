@@ -177,6 +177,11 @@ impl FleetProbe {
         self.ban_ends = Some(if is_probe { ends } else { ends.max(before) });
     }
 
+    /// Takes in that the machine has slept, while the ban went on.
+    pub(super) fn wake(&mut self, slept: Duration) {
+        self.ban_ends = self.ban_ends.and_then(|ends| ends.checked_sub(slept));
+    }
+
     /// Returns for how long the ban lasts. `None` without one.
     pub(super) fn left(&self, now: Instant) -> Option<Duration> {
         self.ban_ends?

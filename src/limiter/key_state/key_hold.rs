@@ -227,6 +227,17 @@ impl KeyHold {
         }
     }
 
+    /// Takes in for how long the machine has slept. Returns whether the key is on hold, and for a shorter time than this
+    /// process thought.
+    pub(super) fn wake(&mut self, now: Instant) -> bool {
+        let Some(details) = &mut self.details else {
+            return false;
+        };
+        let slept = details.hold.wake(now);
+        details.fleet.wake(slept.unwrap_or_default());
+        slept.is_some()
+    }
+
     pub(super) fn hold_mut(&mut self) -> Option<&mut Hold> {
         self.details.as_mut().map(|details| &mut details.hold)
     }
@@ -672,6 +683,21 @@ impl KeyHold {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_ban_ends_while_the_machine_sleeps() {
+        let (mut hold, now) = (KeyHold::default(), clock::now());
+        let [hour, day] = [1, 24].map(|hours| Duration::from_secs(hours * 3600));
+        let refused = hold.refused_upstream(Some(day), hour * 2, now, now);
+        hold.adopt(refused.unwrap().held, HoldSource::Seen, now);
+        assert_eq!(hold.banned_for(now), Some(day));
+        clock::pretended::sleep(hour);
+        assert!(hold.wake(now));
+        assert_eq!(
+            (hold.left(now), hold.banned_for(now)),
+            (Some(hour), Some(day - hour))
+        );
+    }
 
     /// It was accepted meanwhile, but nothing of the process was uncertain, so its responses were not read.
     #[test]

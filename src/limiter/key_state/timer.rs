@@ -89,7 +89,7 @@ impl KeyState {
     /// Begins a visit. If the machine has slept, the hold ends earlier. If the task that was to visit the key is so late
     /// that it counts as lost, does what it was to do.
     pub(in crate::limiter) fn catch_up(&mut self, ctx: &mut KeyContext<'_>) {
-        if (self.hold.hold_mut()).is_some_and(|hold| hold.wake(ctx.now)) {
+        if self.hold.wake(ctx.now) {
             self.hold_changed(ctx);
         }
         let Some(pending) = &mut self.pending else {

@@ -106,15 +106,12 @@ impl Hold {
         }
     }
 
-    /// Takes in for how long the machine has slept. Returns whether the key is on hold, and for a shorter time than this
-    /// process thought.
-    pub(super) fn wake(&mut self, now: Instant) -> bool {
-        let Some(sleep) = self.sleep.as_mut().filter(|_| self.end > now) else {
-            return false;
-        };
+    /// Returns for how long the machine has slept, if the key is on hold: for so much less than this process thought.
+    pub(super) fn wake(&mut self, now: Instant) -> Option<Duration> {
+        let sleep = self.sleep.as_mut().filter(|_| self.end > now)?;
         let slept = sleep.look();
         if slept.is_zero() {
-            return false;
+            return None;
         }
         let evidence = &mut self.evidence;
         for moment in [&mut evidence.sure_until, &mut evidence.stored_until] {
@@ -124,7 +121,7 @@ impl Hold {
         self.end = self.end.checked_sub(slept).map_or(now, |end| end.max(now));
         // A release may have been missed, too.
         evidence.confirmed_at = None;
-        true
+        Some(slept)
     }
 
     /// Returns when the hold ends or ended.
