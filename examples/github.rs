@@ -9,9 +9,8 @@
 //! has 150 requests, its minute takes 2 s.
 //!
 //! One table of routes applies in place of the 5000 per hour, and another one besides. The limit of
-//! requests in flight is a layer inside, so that no request that waits for its route takes one of these
-//! places. It is divided among the processes: counted in Redis, it would be a call to Redis for each
-//! request, and the permits of the rates would expire meanwhile.
+//! requests in flight is a second layer, joined to the first. It is divided among the processes: counted in
+//! Redis, it would be a call to Redis for each request.
 
 mod common;
 

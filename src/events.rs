@@ -59,7 +59,7 @@ impl WaitSpan {
                 reason,
                 limit = limit.map(tracing::field::display),
                 hold = hold.map(tracing::field::debug),
-                error.r#type = tracing::field::Empty,
+                "error.type" = tracing::field::Empty,
             ),
         }
     }

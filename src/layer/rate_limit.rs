@@ -408,9 +408,11 @@ impl RateLimitLayer {
             return;
         }
         let label = || {
-            let mut host = HostKey::of(request);
-            let key = self.first.extractors.read_key(request, &mut host, None);
-            self.label(key.unwrap_or(Key::ALL), request)
+            let read = self
+                .first
+                .extractors
+                .read(request, &mut HostKey::of(request), None);
+            self.label(read.map_or(Key::ALL, |read| read.key), request)
         };
         limiter.sent_again(count, is_reported(count), &label);
     }

@@ -420,6 +420,12 @@ impl RateLimitBuilder {
         self.common.extractors.cost.is_some()
     }
 
+    /// Returns whether a function reads the true cost from a response.
+    #[cfg(feature = "llm")]
+    pub(super) fn has_settle(&self) -> bool {
+        self.common.extractors.policy.has_settle()
+    }
+
     /// Returns the units besides requests of all quotas.
     #[cfg(feature = "llm")]
     pub(super) fn units(&self) -> Vec<&'static str> {
@@ -734,7 +740,6 @@ impl RateLimitBuilder {
     ) -> Result<Limiter, ConfigError> {
         quota.check(self.slacks)?;
         self.check_charged(&quota)?;
-        self.check_fallback(&quota)?;
         let is_first = name == self.common.name;
         // Only the first limit of the layer is divided.
         let is_divided = is_first && !self.shares.is_empty();
@@ -892,6 +897,7 @@ impl RateLimitBuilder {
             let value = format!("{lends} % for {class:?}");
             ConfigError::unless(*lends <= 100, "lends", value, "at most 100 per cent")?;
         }
+        self.check_fallback()?;
         ConfigError::unless(
             self.common.extractors.class.is_none() || !self.shares.is_empty(),
             "class",
@@ -933,13 +939,15 @@ impl RateLimitBuilder {
         self.on_store_error == OnStoreError::FallbackShare
     }
 
-    /// Checks the share of `quota` during an outage of the store.
-    fn check_fallback(&self, quota: &Quota) -> Result<(), ConfigError> {
+    /// Checks the share of the limits during an outage of the store.
+    fn check_fallback(&self) -> Result<(), ConfigError> {
+        let further = self.further.iter().map(|limit| &limit.quota);
+        let mut quotas = std::iter::once(&self.quota).chain(further);
         ConfigError::unless(
-            !self.falls_back() || !quota.limits().is_empty(),
+            !self.falls_back() || quotas.any(|quota| !quota.limits().is_empty()),
             "on_store_error",
             "FallbackShare",
-            "FailClosed or FailOpen if the quota limits only calls in flight: they have no shares",
+            "FailClosed or FailOpen if only calls in flight are limited: they have no shares",
         )?;
         let Some(share) = self.fallback_share else {
             return Ok(());

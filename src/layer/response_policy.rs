@@ -52,6 +52,12 @@ impl ResponsePolicy {
         self.0.as_ref()?.dialect.as_ref()
     }
 
+    /// Returns whether a function reads the true cost from a response.
+    #[cfg(feature = "llm")]
+    pub(super) fn has_settle(&self) -> bool {
+        (self.0.as_ref()).is_some_and(|policy| policy.settle.is_some())
+    }
+
     /// Returns whether the true cost of a request may be stated after its response.
     pub(super) fn settles(&self) -> bool {
         let settles = |policy: &Arc<Policy>| policy.settle.is_some() || policy.settles_by_hand;

@@ -16,7 +16,7 @@ use super::sent::{Sent, SentPart};
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
 use crate::key::Key;
-use crate::stats::Outcome;
+use crate::stats::{Gate, Outcome};
 
 /// Takes a permit at hand for a request that the caller sends at once. Returns the time, or `None` if
 /// the request has to take the slow path.
@@ -197,7 +197,7 @@ fn take_slots(
 fn give_up(parts: &[PartRef<'_>], slots: PerPart<Option<Reservation>>) {
     for (PartRef { core, entry }, slot) in parts.iter().zip(slots) {
         if let Some(slot) = slot {
-            core.settings.tally.give_back(slot.cost.into());
+            core.give_back_units(entry.key, slot.cost.into());
             core.give_back(entry.key, slot);
         }
     }

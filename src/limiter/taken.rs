@@ -120,7 +120,7 @@ impl OfKey {
     fn bare_slot(&mut self, probes: &mut Vec<Probe>) -> Option<Reservation> {
         let mut slot = self.slot.take()?;
         if self.is_counted {
-            self.core.settings.tally.give_back(slot.cost.into());
+            self.core.give_back_units(self.key, slot.cost.into());
         }
         // A slot that was lent goes back to the state of the lender, and the probe to that of the key.
         if slot.lender.is_none()

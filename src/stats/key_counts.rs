@@ -76,6 +76,13 @@ impl KeyCounts {
         self.units += units;
     }
 
+    /// Subtracts units of a permit that was given back. Returns those that were counted elsewhere.
+    pub(crate) fn give_back_units(&mut self, units: u64) -> u64 {
+        let own = units.min(self.units);
+        self.units -= own;
+        units - own
+    }
+
     pub(crate) fn count(&mut self, outcome: Outcome) {
         match outcome {
             Outcome::Passed => self.passed += 1,

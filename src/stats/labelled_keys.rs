@@ -64,10 +64,9 @@ impl Place {
             return;
         };
         let counted = counted(stats);
-        // The state may have been forgotten and made anew meanwhile. Then it counts from zero.
-        let is_anew = counted.requests.total() < self.seen.requests.total()
-            || counted.units < self.seen.units;
-        if is_anew {
+        // The state may have been forgotten and made anew meanwhile. Then it counts from zero. Units alone fall if
+        // permits are given back.
+        if counted.requests.total() < self.seen.requests.total() {
             self.seen = Counted::default();
         }
         if counted != self.seen {
@@ -76,7 +75,8 @@ impl Place {
         let mut more = counted;
         more.merge(&self.seen, u64::saturating_sub);
         self.series.counted.merge(&more, u64::wrapping_add);
-        self.seen = counted;
+        // A series does not fall: units that were given back are made up for by the next ones.
+        self.seen.merge(&counted, u64::max);
     }
 }
 

@@ -46,6 +46,13 @@ pub(crate) trait Gate: Send + Sync {
         }
     }
 
+    /// Subtracts units of a permit of `key` that was given back: in the state of the key as far as it has counted them.
+    fn give_back_units(&self, key: Key, units: u64) {
+        let mut elsewhere = units;
+        self.visit_counts(key, &mut |counts| elsewhere = counts.give_back_units(units));
+        self.tally().give_back(elsewhere);
+    }
+
     /// Counts a request of `key` that is refused, and reports it.
     fn refused(&self, key: Key, limited: &Limited) {
         let outcome = self.tally().refusal(limited);

@@ -225,7 +225,7 @@ impl Tally {
         self.units.fetch_add(units, Ordering::Relaxed);
     }
 
-    /// Subtracts units of a permit that was given back.
+    /// Subtracts units of a permit that was given back, and that no state of a key counts.
     pub(crate) fn give_back(&self, units: u64) {
         self.given_back.fetch_add(units, Ordering::Relaxed);
     }

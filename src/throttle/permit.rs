@@ -167,7 +167,7 @@ impl PacedRequest {
 
     /// Ends a request in flight that was certainly not sent, as `end` says.
     fn not_sent(&self, end: impl FnOnce(&mut Waiters, &mut Wakers)) {
-        self.core.tally().give_back(1);
+        self.core.give_back_units(self.entry.key, 1);
         self.ends(end);
     }
 

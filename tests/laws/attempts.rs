@@ -8,7 +8,7 @@ use std::time::Duration;
 use http::{Request, Response, StatusCode};
 use tollgate::service::Attempts;
 use tollgate::stats::Event;
-use tollgate::{Limiter, Quota, RateLimitLayer, RetryLimited};
+use tollgate::{Key, Limiter, Quota, RateLimitLayer, RetryLimited};
 use tower::{BoxError, Service, ServiceBuilder, ServiceExt, service_fn};
 
 /// A layer, and the events of requests that it sent again.
@@ -49,6 +49,24 @@ fn server() -> (
 /// How many requests were sent for one, as the stats show it.
 fn attempts_of_one(limiter: &Limiter) -> u64 {
     1 + limiter.stats().sent_again()
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_event_names_the_key_of_the_request() {
+    let (layer, events) = limit();
+    let (server, _) = server();
+    let mut service = ServiceBuilder::new()
+        .retry(RetryLimited::new().attempts(5).budget(100, 20))
+        .layer(layer)
+        .service(server);
+    let mut request = Request::new(());
+    request.extensions_mut().insert(Key::new("tenant 17"));
+    service.ready().await.unwrap().call(request).await.unwrap();
+    let events = events.lock().unwrap();
+    assert!(
+        matches!(&events[..], [event] if !event.ends_with("key all")),
+        "{events:?}"
+    );
 }
 
 #[tokio::test(start_paused = true)]

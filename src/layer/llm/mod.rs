@@ -179,7 +179,7 @@ impl RateLimitBuilder {
     pub fn build_llm(self, llm: Llm) -> Result<BodyLayer, ConfigError> {
         let longest = (llm.counts == CountsBy::Produced).then_some(Llm::LONGEST_ANSWER);
         let units = self.units();
-        check(&units, self.has_cost())?;
+        check(&units, self.has_cost(), self.has_settle())?;
         // Without a limit of its own, what is produced is a part of all tokens.
         let late = if units.contains(&OUTPUT) {
             OUTPUT
@@ -200,8 +200,10 @@ impl RateLimitBuilder {
 }
 
 /// Checks that a meter charges each of these `units`, and nobody else does.
-fn check(units: &[&'static str], has_cost: bool) -> Result<(), ConfigError> {
-    ConfigError::unless(!has_cost, "cost", "set", "left out: build_llm sets it")?;
+fn check(units: &[&'static str], has_cost: bool, has_settle: bool) -> Result<(), ConfigError> {
+    for (setting, is_set) in [("cost", has_cost), ("settle", has_settle)] {
+        ConfigError::unless(!is_set, setting, "set", "left out: build_llm sets it")?;
+    }
     ConfigError::unless(
         !units.is_empty() && units.iter().all(|unit| Meter::charges(unit)),
         "the quota of build_llm",
