@@ -61,15 +61,16 @@ fn is_code(quota: &ObservedQuota) -> bool {
         && quota.window() >= Some(Duration::from_secs(86_400))
 }
 
+/// A wait below this that equals the time to a reset is no wish of its own. Servers state whole seconds, so the clients of a
+/// window of two seconds would wait for the next one together: with twenty processes, 24 % were refused instead of 4 %.
+const SHORT_WAIT: Duration = Duration::from_secs(10);
+
 /// Returns the wait that a refusal explicitly asks for.
-///
-/// If the refusal does not ask for one, [`Signal::retry_after`] is the time until the exhausted
-/// quotas reset. For a bucket that may be the time until it is full again, which is far too long.
-/// So that time does not count here.
 pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
-    let wait = signal.retry_after()?;
+    let wait = signal.asked_wait()?;
     let is_reset = |quota: &ObservedQuota| quota.is_used_up() && quota.reset_after() == Some(wait);
-    (!signal.quotas().iter().any(is_reset)).then_some(wait)
+    let is_short_reset = wait < SHORT_WAIT && signal.quotas().iter().any(is_reset);
+    (!is_short_reset).then_some(wait)
 }
 
 #[cfg(test)]
@@ -106,12 +107,17 @@ mod tests {
     fn reset_is_no_explicit_wait() {
         let reset = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600")];
         assert_eq!(wait_said(&refusal(&reset)), None);
-        let both = [
-            ("ratelimit-remaining", "0"),
-            ("ratelimit-reset", "3600"),
-            ("retry-after", "2"),
-        ];
-        assert_eq!(wait_said(&refusal(&both)), Some(Duration::from_secs(2)));
+        let both = |wait| {
+            [
+                ("ratelimit-remaining", "0"),
+                ("ratelimit-reset", wait),
+                ("retry-after", wait),
+            ]
+        };
+        // A server may make both of one value.
+        let hour = Duration::from_secs(3600);
+        assert_eq!(wait_said(&refusal(&both("3600"))), Some(hour));
+        assert_eq!(wait_said(&refusal(&both("2"))), None);
         assert_eq!(wait_said(&refusal(&[])), None);
     }
 }

@@ -169,6 +169,8 @@ impl<B> ResponseInfo for http::Response<B> {
 pub struct Signal {
     limited: Option<StatusCode>,
     retry_after: Option<Duration>,
+    /// Whether `retry_after` is only the time to the reset of quotas that are used up: the response asks for no wait.
+    waits_for_reset: bool,
     scope: Option<Box<str>>,
     quotas: SmallVec<[ObservedQuota; 1]>,
     spent: Spent,
@@ -319,6 +321,12 @@ impl Signal {
         self.retry_after
     }
 
+    /// Returns the wait that the response explicitly asks for. The time to the reset of a quota is none: for a bucket it
+    /// may be the time until it is full again, which is far too long.
+    pub(crate) fn asked_wait(&self) -> Option<Duration> {
+        self.retry_after.filter(|_| !self.waits_for_reset)
+    }
+
     /// Returns the scope of the limit that was exceeded, in lower case, such as `global`, `shared`
     /// or `service`. `None` if the response does not name it.
     pub fn scope(&self) -> Option<&str> {
@@ -358,6 +366,7 @@ impl Signal {
     pub fn with_retry_after(mut self, wait: impl Into<Option<Duration>>) -> Self {
         let millis = wait.into().map(observed::millis);
         self.retry_after = millis.map(Duration::from_millis);
+        self.waits_for_reset = false;
         self
     }
 

@@ -54,14 +54,16 @@ pub(super) fn signal(
     quotas.keep(ObservedQuota::finish);
     let limited =
         status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));
-    let wait = hint.or_else(|| {
-        limited.and_then(|_| (said.wait.or_else(|| refusal::wait(&quotas))).or(said.reset))
-    });
+    let asked = hint.or_else(|| limited.and(said.wait));
+    let reset = limited.filter(|_| asked.is_none());
+    let reset = reset.and_then(|_| refusal::wait(&quotas));
+    let wait = asked.or(reset).or_else(|| limited.and(said.reset));
     let is_global = limited.is_some() && said.global;
     let scope = refusal::scope(&lines).or_else(|| is_global.then(|| "global".into()));
     Signal {
         limited,
         retry_after: wait.map(Duration::from_millis),
+        waits_for_reset: reset.is_some(),
         scope,
         quotas: quotas.into_iter().take(Signal::MOST_QUOTAS).collect(),
         spent: body.map_or_else(super::Spent::default, super::Spent::in_body),

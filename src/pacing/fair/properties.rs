@@ -178,6 +178,25 @@ fn late_response_can_only_lower_the_level() {
     assert_eq!(tell(40, 600).0, Some(40.0));
 }
 
+/// A reset of a day, such as that of a lockout, and then minutes of 100 requests, of which ten are used in each.
+#[test]
+fn one_far_reset_is_forgotten() {
+    let states = |remaining, reset| Answer {
+        remaining: Some(remaining),
+        limit: Some(100),
+        reset: Some(Duration::from_secs(reset)),
+        ..Answer::quiet(5900, 100)
+    };
+    let mut answers = vec![states(99, 86_400); 5];
+    for request in 0..100 {
+        let place = request % 10;
+        answers.push(states(99 - place, 60 - 6 * place));
+    }
+    let pace = replay(Fair::new(), &answers, |_, _, _, _| Ok(())).unwrap();
+    let token_time = pace.scale.token_time;
+    assert!(token_time < 5.0, "{token_time}");
+}
+
 /// Headers on refusals alone state what is left at that moment, which says nothing of what follows.
 #[test]
 fn search_goes_on_if_only_refusals_state_what_is_left() {

@@ -402,6 +402,12 @@ impl Scale {
             if seconds(now, watch.reset_at) > STAYS {
                 self.kind = ScaleKind::Bucket;
             }
+            // An earlier reset contradicts the one before. That was of another quota, or of one that applies no more, such
+            // as a lockout of a day.
+            if reset_at < watch.reset_at {
+                self.longest_reset = whole_window(reset);
+                self.short = ShortWindow::default();
+            }
             *watch = fresh;
         }
     }
