@@ -134,8 +134,18 @@ pub(crate) fn note_any() {
     IS_ANY.store(true, Ordering::Relaxed);
 }
 
-/// Returns whether a response with `status` may be a bad answer. Those below 400 pay one comparison.
+/// Returns whether a response that states nothing about limits may be a bad answer. Those below 400 pay one comparison.
 #[inline]
 pub(crate) fn may_be_bad(status: Option<StatusCode>) -> bool {
     status.is_some_and(|status| status.as_u16() >= 400) && IS_ANY.load(Ordering::Relaxed)
+}
+
+/// Returns the status of a response that may be a bad answer. One with a status below 400 may refuse in its body.
+#[inline]
+pub(crate) fn bad_status(status: Option<StatusCode>, signal: &Signal) -> Option<StatusCode> {
+    if may_be_bad(status) {
+        return status;
+    }
+    let refusal = signal.refusal();
+    refusal.filter(|_| IS_ANY.load(Ordering::Relaxed))
 }

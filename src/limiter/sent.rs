@@ -306,8 +306,8 @@ impl Sent {
         signal: &Signal,
         status: Option<StatusCode>,
     ) -> (Option<InFlightSlot>, Option<Limited>) {
-        let status = status.or(signal.refusal());
-        let is_bad = guarded::may_be_bad(status) && self.tell_guards(signal, status);
+        let is_bad = guarded::bad_status(status, signal)
+            .is_some_and(|status| self.tell_guards(signal, status));
         let more = self.more.as_mut();
         let probes = more.map_or_else(Vec::new, |more| mem::take(&mut more.probes));
         let refused = if self.joint().is_empty() {
@@ -336,8 +336,7 @@ impl Sent {
 
     /// Tells the guards of all keys of a response that may be a bad answer. Returns whether it is one.
     #[cold]
-    fn tell_guards(&self, signal: &Signal, status: Option<StatusCode>) -> bool {
-        let Some(status) = status else { return false };
+    fn tell_guards(&self, signal: &Signal, status: StatusCode) -> bool {
         let mut counted: SmallVec<[Arc<dyn Watch>; 1]> = SmallVec::new();
         let mut is_bad = false;
         // Of several keys with one guard, the last counts: it is the narrowest.

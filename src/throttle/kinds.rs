@@ -30,6 +30,8 @@ pub(super) struct Kinds {
 #[derive(Debug)]
 struct HeldKind {
     kind: Key,
+    /// When the last refusal arrived.
+    since: Instant,
     until: Instant,
     /// How long the hold was that the upstream did not state.
     span: Duration,
@@ -89,7 +91,12 @@ impl Kinds {
         let left = stated.unwrap_or(span);
         let until = clock::after(now, left);
         self.suspicion.lasts_beyond(until);
-        self.held.push(HeldKind { kind, until, span });
+        self.held.push(HeldKind {
+            kind,
+            since: now,
+            until,
+            span,
+        });
         Some(left)
     }
 
@@ -103,9 +110,36 @@ impl Kinds {
         before.filter(|before| clock::after(before.at, LONGEST) > now)
     }
 
-    /// Takes in that a request of `kind` was accepted, which was sent at `sent`.
+    /// Takes in that a request of `kind` was accepted, which was sent at `sent`: if that was before its last refusal, its
+    /// hold stays.
     pub(super) fn accepted(&mut self, kind: Key, sent: Instant) {
         self.suspicion.accepted(kind, sent);
-        self.held.retain(|held| held.kind != kind);
+        self.held
+            .retain(|held| held.kind != kind || sent < held.since);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_answer_from_before_the_refusals_ends_no_hold() {
+        let start = clock::now();
+        let at = |millis| clock::after(start, Duration::from_millis(millis));
+        let (kind, other) = (Key::new("a"), Key::new("b"));
+        let mut kinds = Kinds::new(None, start);
+        let mut sent = 0;
+        while kinds.pass(kind, at(sent)).is_ok() {
+            kinds.accepted(other, at(sent + 5));
+            sent += 10;
+            let stated = Some(Duration::from_secs(60));
+            _ = kinds.refused(Some(kind), false, stated, at(sent));
+            assert!(sent < 1000, "the kind is never found");
+        }
+        kinds.accepted(kind, start);
+        assert_eq!(kinds.pass(kind, at(sent)), Err(at(sent + 60_000)));
+        kinds.accepted(kind, at(sent));
+        assert_eq!(kinds.pass(kind, at(sent)), Ok(()));
     }
 }

@@ -35,6 +35,8 @@ pub(crate) struct Flight {
     pub(crate) number: Number,
     call: QueuedCall,
     sent: Instant,
+    /// Whether the store has granted its turn. Another request of this process may have it.
+    is_granted: bool,
     /// When the request before it left.
     sent_before: Option<Instant>,
 }
@@ -118,11 +120,11 @@ impl PacedQueue {
             return None;
         }
         let sent_before = self.local.pace_state.last_sent;
-        if !self
+        let is_granted = self
             .sharing
             .as_mut()
-            .is_some_and(|sharing| sharing.take_grant())
-        {
+            .is_some_and(|sharing| sharing.take_grant());
+        if !is_granted {
             if !self.may_leave_alone(now) || self.slot().is_some_and(|slot| slot > now) {
                 return None;
             }
@@ -136,6 +138,7 @@ impl PacedQueue {
             number,
             call,
             sent: now,
+            is_granted,
             sent_before,
         })
     }
@@ -238,29 +241,28 @@ impl PacedQueue {
     /// Ends a request that was not sent although its turn had come. The next request may leave in
     /// its place.
     pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
-        self.give_turn_up(flight.sent, flight.sent_before, now);
+        self.give_turn_up(&flight, now);
     }
 
-    /// Gives the turn up that a request had at `sent`.
-    fn give_turn_up(&mut self, sent: Instant, sent_before: Option<Instant>, now: Instant) {
+    /// Gives up the turn of a request that was not sent.
+    fn give_turn_up(&mut self, flight: &Flight, now: Instant) {
         self.local.in_flight -= 1;
         let last_sent = &mut self.local.pace_state.last_sent;
-        if *last_sent == Some(sent) {
-            *last_sent = sent_before;
+        match &mut self.sharing {
+            Some(sharing) if flight.is_granted => sharing.give_grant_back(),
+            _ if *last_sent == Some(flight.sent) => *last_sent = flight.sent_before,
+            _ => {}
         }
         self.touch(now);
     }
 
     /// Lets a request whose turn had come, but which was not sent, wait in its old place.
     pub(crate) fn wait_again(&mut self, flight: Flight, now: Instant) {
+        self.give_turn_up(&flight, now);
         let Flight {
-            number,
-            mut call,
-            sent,
-            sent_before,
+            number, mut call, ..
         } = flight;
         call.call.attempts = call.call.attempts.saturating_sub(1);
-        self.give_turn_up(sent, sent_before, now);
         self.local.insert(number, call, Duration::ZERO, now);
     }
 

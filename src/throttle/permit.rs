@@ -249,9 +249,8 @@ impl ThrottlePermit {
     ) -> Result<Option<Box<PaceWait>>, Limited> {
         let key = self.key();
         if let Some(flight) = &self.flight
-            && let status = status.or(signal.refusal())
-            && guarded::may_be_bad(status)
-            && let (Some(status), Some(guard)) = (status, &self.request.core.settings.guard)
+            && let Some(status) = guarded::bad_status(status, signal)
+            && let Some(guard) = &self.request.core.settings.guard
             && guard.is_bad(status, signal)
         {
             let gate = self.request.core.clone();
@@ -280,6 +279,8 @@ impl ThrottlePermit {
             let at_once = || TurnWaited::at_once(core.label(key, None), now);
             let mut waited = self.waited.take().map_or_else(at_once, |waited| *waited);
             waited.refused = Some(status);
+            // The time of the server is no wait.
+            waited.start = now.checked_sub(waited.span).unwrap_or(now);
             // Before the events: a function of the user that takes one may panic, and then the request leaves its place.
             let wait = back.map(|number| self.request.waits_again(number, waited.clone()));
             (status, waited, wait)

@@ -136,6 +136,12 @@ impl Sharing {
         is_granted
     }
 
+    /// Keeps the grant of a request that was not sent, for the next one. If the store is unreachable, each process goes by
+    /// itself.
+    pub(super) fn give_grant_back(&mut self) {
+        self.granted += usize::from(!self.is_alone());
+    }
+
     /// Gives up all grants, because no request waits for them.
     pub(super) fn drop_grants(&mut self, now: Instant) {
         if std::mem::take(&mut self.granted) > 0 {

@@ -65,6 +65,17 @@ struct TurnWait {
     answer_by: Instant,
 }
 
+impl TurnWait {
+    /// Returns until when the request waits. One that cannot wait for its turn still waits for an answer of the store, if
+    /// one is under way.
+    fn waits_until(&self, awaits_register: bool) -> Instant {
+        match awaits_register {
+            true => self.latest.max(self.answer_by),
+            false => self.latest,
+        }
+    }
+}
+
 /// Why a request cannot wait for its turn, and when it could have left if that is known.
 #[derive(Debug)]
 pub(super) struct TurnTooLate {
@@ -178,7 +189,7 @@ impl Waiters {
         if let Some(flight) = self.waits.collect(number) {
             return Arrival::Leaves(flight);
         }
-        if let Some(late) = self.too_late(self.waits_until(number, now), now) {
+        if let Some(late) = self.too_late(number, now) {
             self.leave(number, now, wakers);
             return Arrival::TooLate(late);
         }
@@ -211,7 +222,7 @@ impl Waiters {
                 return Poll::Ready(Ok(flight));
             }
         }
-        if let Some(late) = self.too_late(self.waits_until(number, now), now) {
+        if let Some(late) = self.too_late(number, now) {
             self.leave(number, now, wakers);
             return Poll::Ready(Err(late));
         }
@@ -430,10 +441,10 @@ impl Waiters {
         let Some(look_at) = self.look_at(now) else {
             return;
         };
-        let interval = self.queue.interval();
+        let (interval, awaits_register) = (self.queue.interval(), self.queue.awaits_register());
         for (place, (_, waiter)) in (0..).zip(self.waits.iter_mut(..).take(FRONT)) {
             let at = looks_at(place, look_at, interval);
-            waiter.wake_at(at.min(waiter.request.latest));
+            waiter.wake_at(at.min(waiter.request.waits_until(awaits_register)));
         }
     }
 
@@ -453,29 +464,24 @@ impl Waiters {
         moments.into_iter().flatten().min()
     }
 
-    /// Returns until when request `number` waits. A request that cannot wait for its turn still
-    /// waits for an answer of the store, if one is under way.
+    /// Returns until when request `number` waits.
     fn waits_until(&self, number: Number, now: Instant) -> Instant {
         let Some(waiter) = self.waits.get(number) else {
             return now;
         };
-        let TurnWait { latest, answer_by } = waiter.request;
-        if self.queue.awaits_register() {
-            latest.max(answer_by)
-        } else {
-            latest
-        }
+        waiter.request.waits_until(self.queue.awaits_register())
     }
 
-    /// Returns the refusal of a request that waits until `latest`, if its wait is over, or if the
-    /// key is on hold for longer.
-    fn too_late(&self, latest: Instant, now: Instant) -> Option<TurnTooLate> {
-        let is_over = || TurnTooLate {
+    /// Returns the refusal of request `number`, if its wait is over, or if the key is on hold for longer.
+    fn too_late(&self, number: Number, now: Instant) -> Option<TurnTooLate> {
+        let latest = self.waits_until(number, now);
+        if let Some(late) = self.held_beyond(latest, now) {
+            return Some(late);
+        }
+        (latest <= now).then(|| TurnTooLate {
             reason: None,
             retry_at: self.queue.slot(),
-        };
-        self.held_beyond(latest, now)
-            .or_else(|| (latest <= now).then(is_over))
+        })
     }
 
     /// Returns the refusal of a request that can wait until `latest`, if the key is on hold for

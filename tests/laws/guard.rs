@@ -600,6 +600,38 @@ async fn permits_by_hand_count_refusals() {
     assert_eq!(refused.reason(), Some(Reason::Held));
 }
 
+/// A server may refuse in the body of a response whose status is 200.
+#[tokio::test(start_paused = true)]
+async fn refusals_with_a_status_of_success_count() {
+    let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
+    let dialect = move |_: Key, _: &_, _| refused.clone();
+    let server = Server::answering(200);
+    let limit = builder(guard(2)).max_hold(Duration::ZERO);
+    let limit = limit.dialect(dialect.clone()).build().unwrap();
+    let throttle = AdaptiveThrottleLayer::builder()
+        .pace(|| tollgate::pace::NoPacing)
+        .guard(guard(2))
+        .dialect(dialect)
+        .build()
+        .unwrap();
+    for _ in 0..3 {
+        let request = || get("http://a/");
+        limit
+            .layer(server.clone())
+            .oneshot(request())
+            .await
+            .unwrap();
+        throttle
+            .layer(server.clone())
+            .oneshot(request())
+            .await
+            .unwrap();
+    }
+    let stats = [limit.limiter().stats(), throttle.throttle().stats()];
+    let bad = stats.map(|stats| count_of(&stats, "bad_answers"));
+    assert_eq!(bad, [3, 3]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn events_and_stats_say_what_happened_without_the_key() {
     let told = Arc::new(Mutex::new(Vec::new()));

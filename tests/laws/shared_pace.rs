@@ -430,6 +430,54 @@ async fn dropped_waiter_blocks_no_other_request() {
     }
 }
 
+/// One request each second: the turn that the store has granted to a request which is not sent goes to the next one.
+#[tokio::test(start_paused = true)]
+async fn a_granted_turn_that_is_given_back_goes_to_the_next_request() {
+    let remote = Remote::new(ms(20));
+    let layer = AdaptiveThrottleLayer::builder()
+        .pace(|| Fair::new().limit(60, Duration::from_secs(60)))
+        .store(Arc::new(Client(remote)))
+        .build()
+        .unwrap();
+    let throttle = layer.throttle().clone();
+    let empty =
+        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(0));
+    let first = throttle.acquire(Key::ALL).await.unwrap();
+    first.answered(&empty);
+    let waits = || {
+        let throttle = throttle.clone();
+        tokio::spawn(async move { throttle.acquire(Key::ALL).await })
+    };
+    let (second, third) = (waits(), waits());
+    soon(second).await.unwrap().unwrap().give_back();
+    let start = now();
+    let permit = soon(third).await.unwrap().unwrap();
+    assert!(now() - start < ms(100), "{:?}", now() - start);
+    permit.answered(&empty);
+}
+
+/// Two requests that cannot wait for their turns wait for the store, and do not wake each other meanwhile.
+#[tokio::test(start_paused = true)]
+async fn impatient_requests_sleep_until_the_store_answers() {
+    let throttle = AdaptiveThrottleLayer::builder()
+        .store(Arc::new(Client(Remote::new(ms(20)))))
+        .max_wait(Duration::ZERO)
+        .build();
+    let throttle = throttle.unwrap().throttle().clone();
+    let polls = Arc::new(AtomicU64::new(0));
+    let calls = [(); 2].map(|()| {
+        let (mut call, polls) = (Box::pin(throttle.acquire(Key::ALL)), polls.clone());
+        std::future::poll_fn(move |cx| {
+            polls.fetch_add(1, Ordering::Relaxed);
+            call.as_mut().poll(cx)
+        })
+    });
+    let ended = soon(futures::future::join_all(calls)).await;
+    assert!(ended.iter().any(Result::is_ok));
+    let polls = polls.load(Ordering::Relaxed);
+    assert!(polls <= 12, "{polls}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn impatient_request_goes_when_its_turn_is_due() {
     let remote = Remote::new(ms(20));

@@ -43,7 +43,10 @@ impl<'a> Lines<'a> {
     }
 
     /// Adds a line, unless it has no value.
-    pub(in crate::signal) fn add(&mut self, line: Line<'a>) {
+    pub(in crate::signal) fn add(&mut self, mut line: Line<'a>) {
+        if line.value.len() > LONGEST {
+            line.value = UNREADABLE;
+        }
         if !line.value.is_empty() {
             self.0.push(line);
         }

@@ -63,9 +63,12 @@ impl Base {
     /// Parses the same for a field whose name may state a unit. A number that is too large for a
     /// span of three years is a moment, whatever the name says.
     pub(in crate::signal) fn read_with(&self, unit: Option<u32>, text: &str) -> Option<u64> {
-        let is_moment = |number: Number| number.whole >= 100_000_000_000;
+        let whole = Number::read(text).map_or(0, |number| number.whole);
+        let is_moment = |unit: u32| {
+            whole >= 1_000_000_000 && whole.saturating_mul(unit.into()) >= 100_000_000_000
+        };
         match unit {
-            Some(unit) if !Number::read(text).is_some_and(is_moment) => self.read_in(unit, text),
+            Some(unit) if !is_moment(unit) => self.read_in(unit, text),
             _ => self.read(text),
         }
     }
