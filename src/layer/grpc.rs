@@ -74,36 +74,42 @@ impl OwnResponse {
 
     /// Makes the response that the caller of a request gets that was limited: only trailers, in the headers.
     fn of<B>(limited: Limited) -> http::Response<GrpcBody<B>> {
-        let (code, reason) = match &limited {
-            Limited::Local { reason, .. } => {
-                (Code::RESOURCE_EXHAUSTED, Some(name_of_reason(reason)))
-            }
-            Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, None),
-            // A call that was cancelled was sent.
-            Limited::Store { .. } => (Code::UNAVAILABLE, (!limited.was_sent()).then_some("store")),
-        };
         let mut response = http::Response::new(GrpcBody::new(None, None));
         *response.version_mut() = Version::HTTP_2;
-        let headers = response.headers_mut();
-        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-        headers.insert(STATUS, HeaderValue::from(code.number()));
-        if let Ok(message) = HeaderValue::try_from(percent_encoded(&limited.to_string())) {
-            headers.insert(MESSAGE, message);
-        }
-        if let Some(wait) = limited.retry_after() {
-            let millis = wait.as_nanos().div_ceil(1_000_000);
-            // The type of the header is a signed integer of 32 bits.
-            let millis = i32::try_from(millis).unwrap_or(i32::MAX);
-            headers.insert(PUSHBACK, HeaderValue::from(millis));
-        }
+        *response.headers_mut() = trailers_of(&limited);
+        let content = HeaderValue::from_static("application/grpc");
+        response.headers_mut().insert(CONTENT_TYPE, content);
         response.extensions_mut().insert(OwnResponse);
-        if let Some(reason) = reason {
-            let headers = response.headers_mut();
-            headers.insert(REASON, HeaderValue::from_static(reason));
+        if response.headers().contains_key(REASON) {
             response.extensions_mut().insert(LocalRefusal(limited));
         }
         response
     }
+}
+
+/// Makes the trailers of a call that this process has refused or cancelled.
+fn trailers_of(limited: &Limited) -> HeaderMap {
+    let (code, reason) = match limited {
+        Limited::Local { reason, .. } => (Code::RESOURCE_EXHAUSTED, Some(name_of_reason(reason))),
+        Limited::Upstream { .. } => (Code::RESOURCE_EXHAUSTED, None),
+        // A call that was cancelled was sent.
+        Limited::Store { .. } => (Code::UNAVAILABLE, (!limited.was_sent()).then_some("store")),
+    };
+    let mut trailers = HeaderMap::new();
+    trailers.insert(STATUS, HeaderValue::from(code.number()));
+    if let Ok(message) = HeaderValue::try_from(percent_encoded(&limited.to_string())) {
+        trailers.insert(MESSAGE, message);
+    }
+    if let Some(wait) = limited.retry_after() {
+        let millis = wait.as_nanos().div_ceil(1_000_000);
+        // The type of the header is a signed integer of 32 bits.
+        let millis = i32::try_from(millis).unwrap_or(i32::MAX);
+        trailers.insert(PUSHBACK, HeaderValue::from(millis));
+    }
+    if let Some(reason) = reason {
+        trailers.insert(REASON, HeaderValue::from_static(reason));
+    }
+    trailers
 }
 
 /// Encodes a text for `grpc-message`: bytes beside printable ASCII, and `%`, as `%` and two digits.
@@ -306,9 +312,9 @@ where
         let open = this.call.as_ref();
         if let Some(Poll::Ready(lost)) = open.map(|call| call.poll_lost(cx)) {
             *this.call = None;
-            // Dropping the body cancels the call.
+            // Dropping the body cancels the call. Clients take an error of the body for a broken connection.
             this.body.set(None);
-            return Poll::Ready(Some(Err(Error::from(lost).into())));
+            return Poll::Ready(Some(Ok(Frame::trailers(trailers_of(&lost)))));
         }
         let frame = match ready!(body.poll_frame(cx)) {
             Some(Ok(frame)) => frame,
@@ -412,7 +418,44 @@ edge! {
 
 #[cfg(test)]
 mod tests {
-    use super::percent_encoded;
+    use http_body_util::{BodyExt, Empty};
+
+    use super::*;
+    use crate::clock;
+    use crate::error::{LimitName, StoreError};
+    use crate::key::Key;
+    use crate::refused::RefusedRequest;
+
+    /// A call whose in-flight slot another process may have.
+    struct LostCall;
+
+    impl OpenCall for LostCall {
+        fn poll_lost(&self, _: &mut Context<'_>) -> Poll<Limited> {
+            let request = RefusedRequest::new(Key::ALL.own_label(None), LimitName::default());
+            Poll::Ready(request.fail(StoreError::InFlightSlotLost, clock::now()))
+        }
+
+        fn end(self: Box<Self>, _: Option<&HeaderMap>) {}
+    }
+
+    /// A client takes an error of the body for a broken connection: its status would be `Unknown`.
+    #[tokio::test]
+    async fn a_call_that_is_cancelled_after_its_head_is_unavailable() {
+        let body = GrpcBody::new(Some(Empty::<&[u8]>::new()), Some(Box::new(LostCall)));
+        let end = body.collect().await.unwrap();
+        let trailers = end.trailers().unwrap();
+        assert_eq!(trailers[STATUS], "14");
+        assert!(
+            trailers[MESSAGE]
+                .to_str()
+                .unwrap()
+                .contains("in_flight_ttl")
+        );
+        assert!(
+            !trailers.contains_key(REASON),
+            "the server may have seen it"
+        );
+    }
 
     #[test]
     fn messages_are_percent_encoded() {

@@ -99,7 +99,7 @@ mod middleware {
     use crate::layer::seam::{Departure, Gate};
     use crate::layer::service::CloneFn;
     use crate::layer::{AdaptiveThrottleLayer, Attempts, RateLimitLayer, RetryingThrottleLayer};
-    use crate::limiter::InFlightSlot;
+    use crate::limiter::{InFlightSlot, forget_panic};
     use crate::signal::{ResponseInfo, Signal};
 
     /// A refusal becomes a [`MiddlewareError::Middleware`], in which
@@ -171,6 +171,7 @@ mod middleware {
         next: Next<'_>,
         clone: Option<CloneFn<Request>>,
     ) -> Result<(T, Option<InFlightSlot>)> {
+        forget_panic();
         let policy = gate.policy();
         let admission = enter(gate, &RequestRef::new(&request).with_extensions(extensions));
         let mut call = match admission {

@@ -3,7 +3,6 @@
 use std::task::Context;
 use std::time::{Duration, Instant};
 
-
 use super::{Request, WaitStage};
 use crate::clock::{self, Timer};
 use crate::error::Reason;
