@@ -54,6 +54,7 @@ impl Drop for Telling {
 }
 
 /// The counts of a gate, its name, and the handler of its events.
+#[derive(Default)]
 pub(crate) struct Tally {
     name: Arc<str>,
     /// Whether it counts the bad answers of a [ban guard](crate::Guard): each is a request here.
@@ -165,28 +166,8 @@ impl Tally {
     pub(crate) fn new(name: &str, handler: Option<Arc<Handler>>) -> Self {
         Tally {
             name: name.into(),
-            is_of_guard: false,
             handler,
-            requests: Default::default(),
-            units: AtomicU64::new(0),
-            given_back: AtomicU64::new(0),
-            refusals: Default::default(),
-            waits: WaitCounts::default(),
-            #[cfg(feature = "metrics")]
-            exported_waits: ExportedWaits::default(),
-            #[cfg(feature = "metrics")]
-            labelled: LabelledKeys::default(),
-            upstream_refusals: Mutex::default(),
-            holds: Default::default(),
-            classes: ClassCheck::default(),
-            sent_again: AtomicU64::new(0),
-            pairs: AtomicU32::new(0),
-            waiting: Mutex::default(),
-            drain: DrainState::default(),
-            next: AtomicU64::new(0),
-            shown: Mutex::default(),
-            floods: Floods::default(),
-            upstream_floods: Floods::default(),
+            ..Tally::default()
         }
     }
 
