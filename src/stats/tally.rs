@@ -453,7 +453,7 @@ impl Tally {
     /// forgotten meanwhile is then missing, and not counted twice.
     pub(crate) fn counted(&self) -> Counted {
         let mut requests = Requests::default();
-        for (outcome, count) in Outcome::ALL.into_iter().zip(read(&self.requests)) {
+        for ((outcome, _), count) in Outcome::ALL.into_iter().zip(read(&self.requests)) {
             *requests.of(outcome) = count;
         }
         Counted {

@@ -229,23 +229,10 @@ impl Requests {
 
     /// Returns the counts with the names of their outcomes.
     pub fn by_outcome(&self) -> impl Iterator<Item = (&'static str, u64)> + use<> {
-        let &Requests {
-            passed,
-            waited,
-            uncounted,
-            refused,
-            store,
-            cancelled,
-        } = self;
-        [
-            ("passed", passed),
-            ("waited", waited),
-            ("uncounted", uncounted),
-            ("refused", refused),
-            ("store", store),
-            ("cancelled", cancelled),
-        ]
-        .into_iter()
+        let mut counts = *self;
+        Outcome::ALL
+            .into_iter()
+            .map(move |(outcome, name)| (name, *counts.of(outcome)))
     }
 
     pub(super) fn of(&mut self, outcome: Outcome) -> &mut u64 {
@@ -261,7 +248,7 @@ impl Requests {
 
     /// Adds or replaces each count by `merge` of it and that of `other`.
     pub(crate) fn merge(&mut self, other: &Requests, merge: impl Fn(u64, u64) -> u64) {
-        for outcome in Outcome::ALL {
+        for (outcome, _) in Outcome::ALL {
             let theirs = *{ *other }.of(outcome);
             let ours = self.of(outcome);
             *ours = merge(*ours, theirs);
@@ -281,13 +268,14 @@ pub(crate) enum Outcome {
 }
 
 impl Outcome {
-    pub(super) const ALL: [Outcome; 6] = [
-        Outcome::Passed,
-        Outcome::Waited,
-        Outcome::Uncounted,
-        Outcome::Refused,
-        Outcome::Store,
-        Outcome::Cancelled,
+    /// All outcomes with their names, in the order of their numbers.
+    pub(super) const ALL: [(Outcome, &str); 6] = [
+        (Outcome::Passed, "passed"),
+        (Outcome::Waited, "waited"),
+        (Outcome::Uncounted, "uncounted"),
+        (Outcome::Refused, "refused"),
+        (Outcome::Store, "store"),
+        (Outcome::Cancelled, "cancelled"),
     ];
 }
 
@@ -362,48 +350,41 @@ impl CountKey for Cause {
     }
 }
 
-/// The names of all reasons.
-pub(super) const REASONS: [&str; 17] = [
-    "max_wait",
-    "deadline",
-    "queue_full",
-    "too_many_keys",
-    "cost_above_limit",
-    "held",
-    "no_key",
-    "same_key",
-    "draining",
-    "invalid_quota",
-    "cannot_block",
-    "expired",
-    "inside",
-    "nested",
-    "not_charged",
-    "held_kind",
-    "used_up",
-];
+/// Makes [`REASONS`] and [`index_of_reason`] of one list.
+macro_rules! reasons {
+    ($($reason:pat => $name:ident,)*) => {
+        /// The names of all reasons.
+        pub(super) const REASONS: [&str; [$(stringify!($name)),*].len()] = [$(stringify!($name)),*];
 
-/// Returns the number of `reason` in [`REASONS`].
-pub(super) fn index_of_reason(reason: &Reason) -> usize {
-    match reason {
-        Reason::MaxWait(_) => 0,
-        Reason::Deadline => 1,
-        Reason::QueueFull(_) => 2,
-        Reason::TooManyKeys(_) => 3,
-        Reason::CostAboveLimit { .. } => 4,
-        Reason::Held => 5,
-        Reason::NoKey => 6,
-        Reason::SameKey => 7,
-        Reason::Draining => 8,
-        Reason::InvalidQuota(_) => 9,
-        Reason::CannotBlock(_) => 10,
-        Reason::Expired => 11,
-        Reason::Inside => 12,
-        Reason::Nested => 13,
-        Reason::NotCharged { .. } => 14,
-        Reason::HeldKind => 15,
-        Reason::UsedUp { .. } => 16,
-    }
+        /// Returns the number of `reason` in [`REASONS`].
+        pub(super) fn index_of_reason(reason: &Reason) -> usize {
+            #[allow(non_camel_case_types, reason = "named as in metrics")]
+            enum Index { $($name,)* }
+            match reason {
+                $($reason => Index::$name as usize,)*
+            }
+        }
+    };
+}
+
+reasons! {
+    Reason::MaxWait(_) => max_wait,
+    Reason::Deadline => deadline,
+    Reason::QueueFull(_) => queue_full,
+    Reason::TooManyKeys(_) => too_many_keys,
+    Reason::CostAboveLimit { .. } => cost_above_limit,
+    Reason::Held => held,
+    Reason::NoKey => no_key,
+    Reason::SameKey => same_key,
+    Reason::Draining => draining,
+    Reason::InvalidQuota(_) => invalid_quota,
+    Reason::CannotBlock(_) => cannot_block,
+    Reason::Expired => expired,
+    Reason::Inside => inside,
+    Reason::Nested => nested,
+    Reason::NotCharged { .. } => not_charged,
+    Reason::HeldKind => held_kind,
+    Reason::UsedUp { .. } => used_up,
 }
 
 /// Returns the name of `reason`, as in [`Counts::iter`].
