@@ -17,7 +17,7 @@ use super::quotas::QuotaId;
 use crate::clock;
 use crate::events;
 use crate::key::{Key, Label};
-use crate::stats::{Flush, Gate, KeyCounts, KeyStats, Outcome, Stats, Tally};
+use crate::stats::{Flush, Gate, GateState, KeyCounts, KeyStats, Outcome, Stats, Tally};
 
 impl Gate for Core {
     fn tally(&self) -> &Tally {
@@ -38,38 +38,30 @@ impl Gate for Core {
         let now = clock::now();
         // Before the keys: see `Tally::counted`.
         let mut counted = self.tally().counted();
-        let has_quotas = self.settings.quotas.is_any();
-        let (mut at_hand, mut keys_held, mut keys_with_set_quota) = (0, 0, 0);
-        let mut longest_hold = None;
-        self.states.for_each(|_, state| {
-            counted.add(&state.counts);
-            at_hand += u64::from(state.at_hand(now));
-            let left = state.hold.left(now);
-            keys_held += usize::from(left.is_some());
-            let has_set_quota = has_quotas && state.limits.is_set_by_operator();
-            keys_with_set_quota += usize::from(has_set_quota);
-            longest_hold = longest_hold.max(left);
-        });
-        let (passed, units) = self.states.unlocked_counts();
-        counted.add_passed(passed, units);
         let settings = &self.settings;
-        Stats {
-            unit: self.unit_name(),
-            at_hand,
+        let has_quotas = settings.quotas.is_any();
+        let mut gate = GateState {
             in_flight: self.in_flight.as_ref().map(|calls| calls.stats()),
-            keys: self.states.len(),
-            keys_held,
             // A key that rests makes no call, from whose answer its state would learn that the store is back.
             keys_alone: (settings.fallback.as_ref()).map_or(0, |fallback| fallback.keys_alone()),
-            keys_with_set_quota,
             max_keys: settings.max_keys,
-            longest_hold,
             limits: settings.spec.quota().limits().to_vec(),
             guard: (settings.guard.as_ref())
                 .filter(|_| settings.reports_guard)
                 .map(|guard| guard.stats()),
-            ..self.tally().stats(counted, now)
-        }
+            ..GateState::default()
+        };
+        self.states.for_each(|_, state| {
+            counted.add(&state.counts);
+            gate.keys += 1;
+            gate.at_hand += u64::from(state.at_hand(now));
+            gate.add_hold(state.hold.left(now));
+            let has_set_quota = has_quotas && state.limits.is_set_by_operator();
+            gate.keys_with_set_quota += usize::from(has_set_quota);
+        });
+        let (passed, units) = self.states.unlocked_counts();
+        counted.add_passed(passed, units);
+        self.tally().stats(counted, self.unit_name(), gate, now)
     }
 
     fn in_use(&self) -> Vec<(usize, u64, Key)> {
@@ -93,12 +85,11 @@ impl Gate for Core {
             _ => (0, 0),
         };
         self.states.find(key, |state| {
-            let mut requests = state.counts.requests();
-            requests.passed += unlocked;
+            let mut counted = state.counts.counted();
+            counted.add_passed(unlocked, unlocked_units);
             KeyStats {
                 name: key_name(self, key, state),
-                requests,
-                units: state.counts.units() + unlocked_units,
+                counted,
                 waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
                 held: state.hold.left(now),
             }

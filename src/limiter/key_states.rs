@@ -155,11 +155,6 @@ impl KeyStates {
         self.unlocked.counts()
     }
 
-    /// Returns the number of keys.
-    pub(super) fn len(&self) -> usize {
-        self.map.len()
-    }
-
     pub(super) fn has_room(&self, key: Key, now: Instant) -> bool {
         self.map.has_room(key, now)
     }

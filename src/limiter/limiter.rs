@@ -198,7 +198,7 @@ impl Limiter {
             .flat_map(|(core, _)| core.busiest_stats(most))
             .collect();
         if self.is_divided() {
-            all.sort_by_key(|stats| std::cmp::Reverse((stats.waiting, stats.units)));
+            all.sort_by_key(|stats| std::cmp::Reverse((stats.waiting, stats.units())));
             all.truncate(most);
         }
         all

@@ -37,13 +37,9 @@ impl Series {
 
     /// Adds the counts of a gate to those of the other gates with its name.
     pub(super) fn add_counters(&mut self, (stats, keys): &WithKeys) {
-        let all = Counted {
-            requests: stats.requests,
-            units: stats.units,
-        };
         match keys {
-            None => self.add_requests(stats, None, &all),
-            Some(keys) => self.add_requests_of_keys(stats, all, keys),
+            None => self.add_requests(stats, None, &stats.counted),
+            Some(keys) => self.add_requests_of_keys(stats, keys),
         }
         let mut add = |name, labels: &[(&'static str, SharedString)], count: u64| {
             if count > 0 {
@@ -68,7 +64,7 @@ impl Series {
             add(names::HOLDS, &[("cause", cause.to_owned().into())], count);
         }
         // These begin at 0, too.
-        if let Some(guard) = &stats.guard {
+        if let Some(guard) = &stats.gate.guard {
             let counts = [
                 (names::BAD_ANSWERS, guard.bad),
                 (names::GUARD_TRIPS, guard.trips),
@@ -80,7 +76,8 @@ impl Series {
     }
 
     /// Adds what a gate has counted by key. What its keys with series have not counted is `other`.
-    fn add_requests_of_keys(&mut self, stats: &Stats, mut others: Counted, keys: &[KeySeries]) {
+    fn add_requests_of_keys(&mut self, stats: &Stats, keys: &[KeySeries]) {
+        let mut others = stats.counted;
         for key in keys {
             self.add_requests(stats, Some(&key.name), &key.counted);
             others.merge(&key.counted, u64::saturating_sub);
@@ -111,7 +108,7 @@ impl Series {
                 self.merge(key(name, stats, &[]), now, merged_by(value));
             }
         }
-        for limit in &stats.limits {
+        for limit in stats.limits() {
             let (Limit::Sliding { count, window }
             | Limit::Bucket { count, window, .. }
             | Limit::Fixed { count, window }) = *limit

@@ -90,12 +90,10 @@ impl KeyCounts {
         }
     }
 
-    pub(crate) fn requests(&self) -> Requests {
-        let requests = self.more.as_ref().map(|more| more.requests);
-        Requests {
-            passed: self.passed,
-            ..requests.unwrap_or_default()
-        }
+    pub(crate) fn counted(&self) -> Counted {
+        let mut counted = Counted::default();
+        counted.add(self);
+        counted
     }
 
     pub(crate) fn units(&self) -> u64 {
@@ -160,6 +158,6 @@ mod tests {
             (counts.name(), counts.is_named()),
             (Some("tenant 17"), true)
         );
-        assert_eq!(counts.requests(), Requests::default());
+        assert_eq!(counts.counted(), Counted::default());
     }
 }

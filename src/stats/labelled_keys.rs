@@ -63,7 +63,7 @@ impl Place {
             self.seen = Default::default();
             return;
         };
-        let counted = counted(stats);
+        let counted = stats.counted;
         // The state may have been forgotten and made anew meanwhile. Then it counts from zero. Units alone fall if
         // permits are given back.
         if counted.requests.total() < self.seen.requests.total() {
@@ -77,13 +77,6 @@ impl Place {
         self.series.counted.merge(&more, u64::wrapping_add);
         // A series does not fall: units that were given back are made up for by the next ones.
         self.seen.merge(&counted, u64::max);
-    }
-}
-
-fn counted(stats: &KeyStats) -> Counted {
-    Counted {
-        requests: stats.requests,
-        units: stats.units,
     }
 }
 
@@ -135,7 +128,7 @@ impl LabelledKeys {
                 let Some(stats) = stats(key).filter(|_| !keys.contains_key(&key)) else {
                     continue;
                 };
-                let seen = counted(&stats);
+                let seen = stats.counted;
                 let series = match former.remove(&key) {
                     Some(place) if place.seen == seen => {
                         // It is still idle.

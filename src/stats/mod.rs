@@ -84,7 +84,7 @@ pub(crate) use tally::{Tally, is_series_name};
 #[cfg(any(feature = "grpc", feature = "tracing"))]
 pub(crate) use values::name_of_reason;
 pub use values::{Cause, Counts, KeyStats, Requests, Stats};
-pub(crate) use values::{GuardStats, InFlightStats, Outcome, PaceStats};
+pub(crate) use values::{GateState, GuardStats, InFlightStats, Outcome, PaceStats};
 
 /// Returns the stats of all limiters and throttles of this process that still exist, the oldest first.
 ///

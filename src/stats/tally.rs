@@ -23,9 +23,8 @@ use super::histogram::WaitCounts;
 use super::key_counts::{Counted, KeyCounts};
 #[cfg(feature = "metrics")]
 use super::labelled_keys::LabelledKeys;
-use super::values::{Cause, Counts, Outcome, REASONS, Requests, Stats, index_of_reason};
+use super::values::{Cause, Counts, GateState, Outcome, REASONS, Requests, Stats, index_of_reason};
 use crate::clock;
-use crate::cost::Cost;
 use crate::error::Limited;
 use crate::key::Key;
 use crate::locks::lock;
@@ -213,10 +212,11 @@ impl Tally {
 
     /// Adds the counts of a key whose state is forgotten.
     pub(crate) fn absorb(&self, counts: &KeyCounts) {
-        for (index, (_, count)) in counts.requests().by_outcome().enumerate() {
+        let Counted { requests, units } = counts.counted();
+        for (index, (_, count)) in requests.by_outcome().enumerate() {
             self.requests[index].fetch_add(count, Ordering::Relaxed);
         }
-        self.add_units(counts.units());
+        self.add_units(units);
     }
 
     /// Counts the reason of a refusal. Returns the outcome of the request.
@@ -396,16 +396,22 @@ impl Tally {
         self.upstream_floods.report(label)
     }
 
-    /// Returns the stats of the gate. `counted` are the [counts](Self::counted) of this tally and of all
-    /// keys. The caller fills in what it reads from the states of the keys.
-    pub(crate) fn stats(&self, mut counted: Counted, now: Instant) -> Stats {
+    /// Returns the stats of the `gate`. `counted` are the [counts](Self::counted) of this tally and of all
+    /// keys, in `unit`s.
+    pub(crate) fn stats(
+        &self,
+        mut counted: Counted,
+        unit: &'static str,
+        gate: GateState,
+        now: Instant,
+    ) -> Stats {
         let given_back = self.given_back.load(Ordering::Relaxed);
         counted.units = counted.units.saturating_sub(given_back);
         let mut shown = lock(&self.shown);
         // A request may end while the counts are read. It is then missing, or its permit is not given
         // back yet. No count falls for that reason.
         shown.merge(&counted, u64::max);
-        let Counted { requests, units } = *shown;
+        let counted = *shown;
         drop(shown);
         let waiting = lock(&self.waiting);
         let oldest = waiting.first_key_value().map(|(_, open)| open.since);
@@ -419,15 +425,14 @@ impl Tally {
         Stats {
             name: self.name.clone(),
             draining: self.is_draining(),
-            requests,
+            counted,
             refusals: Counts::new(
                 REASONS
                     .map(Cow::Borrowed)
                     .into_iter()
                     .zip(read(&self.refusals)),
             ),
-            unit: Cost::REQUESTS,
-            units,
+            unit,
             waits: self.waits.read(),
             upstream_refusals: Counts::new(statuses),
             holds: Counts::new(causes.into_iter().zip(read(&self.holds))),
@@ -435,17 +440,7 @@ impl Tally {
             unknown_classes: self.classes.unknown(),
             waiting: count,
             oldest_wait: oldest.map(|since| now.saturating_duration_since(since)),
-            at_hand: 0,
-            in_flight: None,
-            keys: 0,
-            keys_held: 0,
-            keys_alone: 0,
-            keys_with_set_quota: 0,
-            max_keys: 0,
-            longest_hold: None,
-            limits: Vec::new(),
-            guard: None,
-            pace: None,
+            gate,
         }
     }
 

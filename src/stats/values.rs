@@ -9,6 +9,7 @@ use std::time::Duration;
 use http::StatusCode;
 
 use super::histogram::Histogram;
+use super::key_counts::Counted;
 use crate::error::Reason;
 use crate::quota::Limit;
 
@@ -22,10 +23,9 @@ pub struct Stats {
     // What each field is, its getter and `values` say.
     pub(crate) name: Arc<str>,
     pub(crate) draining: bool,
-    pub(crate) requests: Requests,
+    pub(crate) counted: Counted,
     pub(crate) refusals: Counts<Reason>,
     pub(crate) unit: &'static str,
-    pub(crate) units: u64,
     pub(crate) waits: Histogram,
     pub(crate) upstream_refusals: Counts<StatusCode>,
     pub(crate) holds: Counts<Cause>,
@@ -34,6 +34,12 @@ pub struct Stats {
     pub(crate) waiting: usize,
     /// How long the request waits that has waited longest. `None` if no request waits.
     pub(crate) oldest_wait: Option<Duration>,
+    pub(crate) gate: GateState,
+}
+
+/// The state of a gate now, of which its tally knows nothing.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GateState {
     pub(crate) at_hand: u64,
     /// The calls in flight. `None` for a limiter without a limit of them.
     pub(crate) in_flight: Option<InFlightStats>,
@@ -67,7 +73,7 @@ impl Stats {
     /// Returns every request once, by its outcome. A request of several limits counts at the first of
     /// them.
     pub fn requests(&self) -> Requests {
-        self.requests
+        self.counted.requests
     }
 
     /// Returns the requests that this process refused, by the reason. Their sum is
@@ -99,7 +105,7 @@ impl Stats {
     ///
     /// A [settlement](crate::Settlement) changes nothing here: these are the costs of the permits.
     pub fn units(&self) -> u64 {
-        self.units
+        self.counted.units
     }
 
     /// Returns what the limits count: [`Cost::REQUESTS`](crate::Cost::REQUESTS), or the name given to
@@ -121,7 +127,7 @@ impl Stats {
 
     /// Returns the configured limits of each key. Empty for a throttle.
     pub fn limits(&self) -> &[Limit] {
-        &self.limits
+        &self.gate.limits
     }
 
     /// Returns the state now and the other counts as numbers. Each has the name of its
@@ -143,32 +149,34 @@ impl Stats {
     /// | `pace_processes` | processes that share the pace and have requests. Only of a throttle with one key |
     /// | `bad_answers`, `guard_trips` | bad answers to requests of this process, and how often its [ban guard](crate::Guard) has tripped; missing without a guard. A stop by another process is a hold with the cause [`Guard`](Cause::Guard), and no trip |
     pub fn values(&self) -> impl Iterator<Item = (&'static str, f64)> {
-        let seconds = |span: Option<Duration>| span.unwrap_or_default().as_secs_f64();
+        let gate = &self.gate;
+        let oldest_wait = self.oldest_wait.unwrap_or_default();
+        let longest_hold = gate.longest_hold.unwrap_or_default();
         let always = [
-            ("oldest_wait_seconds", seconds(self.oldest_wait)),
-            ("permits_at_hand", self.at_hand as f64),
-            ("keys", self.keys as f64),
-            ("keys_limit", self.max_keys as f64),
-            ("keys_held", self.keys_held as f64),
-            ("hold_seconds", seconds(self.longest_hold)),
-            ("keys_alone", self.keys_alone as f64),
-            ("keys_with_set_quota", self.keys_with_set_quota as f64),
+            ("oldest_wait_seconds", oldest_wait.as_secs_f64()),
+            ("permits_at_hand", gate.at_hand as f64),
+            ("keys", gate.keys as f64),
+            ("keys_limit", gate.max_keys as f64),
+            ("keys_held", gate.keys_held as f64),
+            ("hold_seconds", longest_hold.as_secs_f64()),
+            ("keys_alone", gate.keys_alone as f64),
+            ("keys_with_set_quota", gate.keys_with_set_quota as f64),
             ("unknown_classes", self.unknown_classes as f64),
             ("draining", f64::from(u8::from(self.draining))),
         ];
-        let in_flight = self.in_flight.map(|calls| {
+        let in_flight = gate.in_flight.map(|calls| {
             [
                 ("in_flight", calls.in_use as f64),
                 ("in_flight_waiting", calls.waiting as f64),
             ]
         });
-        let pace = self.pace.map(|pace| {
+        let pace = gate.pace.map(|pace| {
             [
                 ("pace_per_second", pace.per_second.unwrap_or_default()),
                 ("pace_processes", pace.processes.into()),
             ]
         });
-        let guard = self.guard.map(|guard| {
+        let guard = gate.guard.map(|guard| {
             [
                 ("bad_answers", guard.bad as f64),
                 ("guard_trips", guard.trips as f64),
@@ -176,6 +184,14 @@ impl Stats {
         });
         let some = [in_flight, pace, guard].into_iter().flatten().flatten();
         always.into_iter().chain(some)
+    }
+}
+
+impl GateState {
+    /// Adds a key that stays on hold for so long, if it is on hold.
+    pub(crate) fn add_hold(&mut self, left: Option<Duration>) {
+        self.keys_held += usize::from(left.is_some());
+        self.longest_hold = self.longest_hold.max(left);
     }
 }
 
@@ -451,8 +467,7 @@ pub(crate) struct InFlightStats {
 #[derive(Clone, Debug)]
 pub struct KeyStats {
     pub(crate) name: Box<str>,
-    pub(crate) requests: Requests,
-    pub(crate) units: u64,
+    pub(crate) counted: Counted,
     pub(crate) waiting: usize,
     pub(crate) held: Option<Duration>,
 }
@@ -470,12 +485,12 @@ impl KeyStats {
 
     /// Returns the requests of the key by their outcome.
     pub fn requests(&self) -> Requests {
-        self.requests
+        self.counted.requests
     }
 
     /// Returns the cost of its requests that got a permit.
     pub fn units(&self) -> u64 {
-        self.units
+        self.counted.units
     }
 
     /// Returns how many of its requests wait now.

@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use super::engine::ThrottleCore;
 use super::waiters::Waiters;
 use crate::clock;
+use crate::cost::Cost;
 use crate::key::{Key, Label};
 use crate::stats::{
-    Flush, Gate, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally, unregister,
+    Flush, Gate, GateState, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally, unregister,
 };
 
 impl Gate for ThrottleCore {
@@ -33,35 +34,29 @@ impl Gate for ThrottleCore {
         // Before the keys: see `Tally::counted`.
         let mut counted = self.tally().counted();
         let mut in_flight = InFlightStats::default();
-        let (mut keys_held, mut keys_alone, mut longest_hold, mut pace) = (0, 0, None, None);
+        let mut gate = GateState {
+            max_keys: self.settings.max_keys,
+            guard: self.settings.guard.as_ref().map(|guard| guard.stats()),
+            ..GateState::default()
+        };
         self.keys.for_each(|_, waiters| {
             counted.add(&waiters.counts);
+            gate.keys += 1;
             in_flight.in_use += waiters.queue.in_flight() as u64;
-            let left = held(waiters, now);
-            keys_held += usize::from(left.is_some());
+            gate.add_hold(held(waiters, now));
             let outlook = waiters.queue.outlook(now);
             // A key at rest makes no call that would find the store back.
             let is_used = outlook.waiting + outlook.in_flight > 0;
-            keys_alone += usize::from(outlook.is_alone && is_used);
-            pace = Some(PaceStats {
+            gate.keys_alone += usize::from(outlook.is_alone && is_used);
+            gate.pace = Some(PaceStats {
                 per_second: (!outlook.interval.is_zero())
                     .then(|| outlook.interval.as_secs_f64().recip()),
                 processes: outlook.processes,
             });
-            longest_hold = longest_hold.max(left);
         });
-        let keys = self.keys.len();
-        Stats {
-            in_flight: Some(in_flight),
-            keys,
-            keys_held,
-            keys_alone,
-            pace: pace.filter(|_| keys == 1),
-            max_keys: self.settings.max_keys,
-            longest_hold,
-            guard: self.settings.guard.as_ref().map(|guard| guard.stats()),
-            ..self.tally().stats(counted, now)
-        }
+        gate.in_flight = Some(in_flight);
+        gate.pace = gate.pace.filter(|_| gate.keys == 1);
+        self.tally().stats(counted, Cost::REQUESTS, gate, now)
     }
 
     fn in_use(&self) -> Vec<(usize, u64, Key)> {
@@ -79,8 +74,7 @@ impl Gate for ThrottleCore {
                 Some(name) => name.into(),
                 None => (*self.label(key, None)).into(),
             },
-            requests: waiters.counts.requests(),
-            units: waiters.counts.units(),
+            counted: waiters.counts.counted(),
             waiting: waiters.queue.waiting(),
             held: held(waiters, now),
         })
