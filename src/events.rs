@@ -150,12 +150,9 @@ pub(crate) fn unknown_class(tally: &Tally, class: &str) {
 
 /// Classes have shares, and no request has a class. The caller reports it once.
 pub(crate) fn no_class(tally: &Tally) {
-    report!(
-        warn,
-        limiter = &*tally.name(),
-        "classes have shares, but no request has a class: set class(..) on the builder, or put a Class into the extensions"
-    );
-    tally.tell(&Event::NoClass);
+    let event = Event::NoClass;
+    report!(warn, limiter = &*tally.name(), "{event}");
+    tally.tell(&event);
 }
 
 /// One request was sent `attempts` times. Reported at 5, 10, 20 and so on.
