@@ -8,14 +8,13 @@ use std::time::Instant;
 
 use http::Extensions;
 use smallvec::SmallVec;
-use tower_layer::Layer;
 
 use super::attempts::{Attempts, is_reported};
 use super::extractors::{Extractors, Reading, class_in_extensions};
 use super::rate_limit_builder::RateLimitBuilder;
 use super::response_policy::{ResponsePolicy, is_own_response};
 use super::seam::{Departure, Gate, show_wait, take_call};
-use super::service::{CloneService, RateLimit, edge};
+use super::service::edge;
 use crate::admission::Admission;
 use crate::clock;
 use crate::config_error::ConfigError;
@@ -625,14 +624,6 @@ fn leave_slow<T>(
     }
 }
 
-impl<S: CloneService> Layer<S> for RateLimitLayer {
-    type Service = RateLimit<S>;
-
-    fn layer(&self, inner: S) -> RateLimit<S> {
-        RateLimit::new(self.clone(), inner)
-    }
-}
-
 edge! {
-    RateLimitLayer { gate: RateLimitLayer, request: RequestInfo, clone: None }
+    RateLimitLayer { gate: |layer| layer => RateLimitLayer, request: RequestInfo, clone: None }
 }

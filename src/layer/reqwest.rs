@@ -111,10 +111,9 @@ mod middleware {
         }
     }
 
-    /// Implements [`Middleware`] for a layer. `$gate` is its gate, and `$clone` copies a request
-    /// that may be sent again.
+    /// Implements [`Middleware`] for a layer. `$clone` copies a request that may be sent again.
     macro_rules! middleware {
-        ($layer:ty, |$this:ident| $gate:expr, $clone:expr) => {
+        ($layer:ty, $clone:expr) => {
             #[async_trait::async_trait]
             impl Middleware for $layer {
                 async fn handle(
@@ -123,23 +122,26 @@ mod middleware {
                     extensions: &mut Extensions,
                     next: Next<'_>,
                 ) -> Result<Response> {
-                    let $this = self;
                     let as_it_is = |response, _| future::ready(response);
-                    let (response, _) =
-                        run($gate, None, as_it_is, request, extensions, next, $clone).await?;
+                    let (response, _) = run(
+                        self.gate(),
+                        None,
+                        as_it_is,
+                        request,
+                        extensions,
+                        next,
+                        $clone,
+                    )
+                    .await?;
                     Ok(response)
                 }
             }
         };
     }
 
-    middleware!(RateLimitLayer, |layer| layer, None);
-    middleware!(AdaptiveThrottleLayer, |layer| layer, None);
-    middleware!(
-        RetryingThrottleLayer,
-        |retrying| &retrying.layer,
-        Some(Request::try_clone)
-    );
+    middleware!(RateLimitLayer, None);
+    middleware!(AdaptiveThrottleLayer, None);
+    middleware!(RetryingThrottleLayer, Some(Request::try_clone));
 
     #[async_trait::async_trait]
     impl<G: Gate + 'static> Middleware for BodyLayer<G> {

@@ -1,9 +1,8 @@
 //! The adaptive layer that sends refused requests again, and its Tower service.
 
 use http::Extensions;
-use tower_layer::Layer;
 
-use super::service::{CloneService, RateLimit, edge};
+use super::service::edge;
 use super::throttle::AdaptiveThrottleLayer;
 #[cfg(doc)]
 use crate::error::Limited;
@@ -52,20 +51,12 @@ use crate::key::RequestInfo;
 /// ```
 #[derive(Clone, Debug)]
 pub struct RetryingThrottleLayer {
-    pub(crate) layer: AdaptiveThrottleLayer,
-}
-
-impl<S: CloneService> Layer<S> for RetryingThrottleLayer {
-    type Service = RateLimit<S, Self>;
-
-    fn layer(&self, inner: S) -> RateLimit<S, Self> {
-        RateLimit::new(self.layer.clone(), inner)
-    }
+    pub(super) layer: AdaptiveThrottleLayer,
 }
 
 edge! {
     RetryingThrottleLayer {
-        gate: AdaptiveThrottleLayer,
+        gate: |retrying| &retrying.layer => AdaptiveThrottleLayer,
         request: RequestInfo & CloneRequest,
         clone: Some(R::clone_request)
     }

@@ -535,12 +535,27 @@ where
 
 /// Implements the Tower service of a layer, and its future.
 ///
-/// `clone` copies a request, if the service sends refused requests again. `poll` polls the future. In the short form, the
-/// calls end with the head of their response, which passes unchanged.
+/// `clone` copies a request, if the service sends refused requests again. `poll` polls the future. The short form also
+/// implements [`Edge`] and `Layer`. There the calls end with the head of their response, which passes unchanged.
 macro_rules! edge {
-    ($layer:ty { gate: $gate:ty, request: $($bound:ident)&+, clone: $clone:expr }) => {
+    ($layer:ty { gate: |$this:ident| $gate:expr => $of_type:ty, request: $($bound:ident)&+, clone: $clone:expr }) => {
         impl $crate::layer::service::Edge for $layer {
-            type Gate = $gate;
+            type Gate = $of_type;
+        }
+
+        impl $layer {
+            pub(super) fn gate(&self) -> &$of_type {
+                let $this = self;
+                $gate
+            }
+        }
+
+        impl<S: $crate::layer::service::CloneService> tower_layer::Layer<S> for $layer {
+            type Service = $crate::layer::service::RateLimit<S, Self>;
+
+            fn layer(&self, inner: S) -> Self::Service {
+                $crate::layer::service::RateLimit::new(self.gate().clone(), inner)
+            }
         }
 
         $crate::layer::service::edge! {

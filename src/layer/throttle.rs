@@ -6,13 +6,11 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use tower_layer::Layer;
-
 use super::extractors::{Extractors, Reading};
 use super::response_policy::{ResponsePolicy, is_own_response};
 use super::retrying::RetryingThrottleLayer;
 use super::seam::{Departure, Gate, show_wait, take_call};
-use super::service::{AdaptiveThrottle, CloneService, RateLimit, edge};
+use super::service::edge;
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::admission::Admission;
 use crate::clock;
@@ -236,14 +234,6 @@ impl Gate for AdaptiveThrottleLayer {
     }
 }
 
-impl<S: CloneService> Layer<S> for AdaptiveThrottleLayer {
-    type Service = AdaptiveThrottle<S>;
-
-    fn layer(&self, inner: S) -> AdaptiveThrottle<S> {
-        RateLimit::new(self.clone(), inner)
-    }
-}
-
 edge! {
-    AdaptiveThrottleLayer { gate: AdaptiveThrottleLayer, request: RequestInfo, clone: None }
+    AdaptiveThrottleLayer { gate: |layer| layer => AdaptiveThrottleLayer, request: RequestInfo, clone: None }
 }
