@@ -7,73 +7,16 @@ use crate::quota::Quota;
 use crate::rng;
 use crate::signal::{ResponseInfo, Signal};
 use crate::store::{self, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store, StoreReply};
-use crate::throttle::{self, ThrottlePermit};
-use crate::wait_queue::Number;
+use crate::throttle::ThrottlePermit;
 
 pub use crate::clock::laboratory::begin as begin_clock;
 pub use crate::pacing::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic};
 pub use crate::rng::laboratory::begin as begin_dice;
+pub use crate::throttle::paced_queue::{Flight, PacedQueue, Refused};
 
 /// Returns an unpredictable number, or the next one of the dice of this thread.
 pub fn dice() -> u64 {
     rng::dice()
-}
-
-/// The queue of one key of a [`Throttle`](crate::Throttle), without tasks. Each method takes the moment.
-#[derive(Debug)]
-pub struct PacedQueue(throttle::PacedQueue);
-
-/// A request in flight.
-#[derive(Debug)]
-#[must_use = "a request in flight has to end"]
-pub struct Flight(throttle::Flight);
-
-/// A refused request that may go back to its old place.
-#[derive(Debug)]
-pub struct Refused(throttle::Refused);
-
-impl PacedQueue {
-    /// Creates an empty queue.
-    pub fn new(pace: Box<dyn Pace>, dice: Dice, max_hold: Duration, now: Instant) -> Self {
-        PacedQueue(throttle::PacedQueue::new(pace, dice, max_hold, now))
-    }
-
-    /// Appends a request that arrives now, and returns its number.
-    pub fn arrived(&mut self, now: Instant) -> Number {
-        self.0.arrived(now)
-    }
-
-    /// Returns the next request that may leave now. Call it until it returns `None`.
-    pub fn depart(&mut self, now: Instant) -> Option<Flight> {
-        self.0.depart(now).map(Flight)
-    }
-
-    /// Returns when to call [`depart`](Self::depart) again.
-    pub fn look_at(&self) -> Option<Instant> {
-        self.0.look_at()
-    }
-
-    /// Ends a request in flight with its response. Returns the request if it was refused.
-    pub fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
-        self.0.answered(flight.0, signal, now).map(Refused)
-    }
-
-    /// Puts a refused request back to its old place.
-    pub fn back(&mut self, refused: Refused, now: Instant) {
-        self.0.back(refused.0, now);
-    }
-
-    /// Returns until when a request sleeps by itself, if it does.
-    pub fn asleep_until(&self, number: Number) -> Option<Instant> {
-        self.0.asleep_until(number)
-    }
-}
-
-impl Flight {
-    /// Returns the number of the request.
-    pub fn number(&self) -> Number {
-        self.0.number
-    }
 }
 
 /// Ends a request with its response. If the server refused it, it waits in its old place: the future returns its next

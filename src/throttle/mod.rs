@@ -42,7 +42,8 @@ mod guarding;
 mod kinds;
 mod local_queue;
 mod pace_state;
-mod paced_queue;
+#[cfg_attr(not(feature = "__lab"), allow(unreachable_pub))]
+pub(crate) mod paced_queue;
 #[cfg(test)]
 mod peer_properties;
 mod peer_view;
@@ -83,8 +84,6 @@ use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;
 
 pub(crate) use engine::ThrottleSettings;
-#[cfg(feature = "__lab")]
-pub(crate) use paced_queue::{Flight, PacedQueue, Refused};
 pub use permit::ThrottlePermit;
 pub(crate) use permit::{PaceEntry, PaceWait, Turn};
 

@@ -21,18 +21,19 @@ use crate::signal::Signal;
 use crate::store::Register;
 use crate::wait_queue::Number;
 
+/// The queue of one key.
 #[derive(Debug)]
-pub(crate) struct PacedQueue {
+pub struct PacedQueue {
     pub(super) local: LocalQueue,
     sharing: Option<Box<Sharing>>,
 }
 
-/// A request in flight. It ends once, in [`PacedQueue::answered`], [`PacedQueue::lost`] or
-/// [`PacedQueue::unsent`].
+/// A request in flight. It ends once: with its answer, without one, or because it was not sent.
 #[derive(Debug)]
 #[must_use = "a request in flight has to end"]
-pub(crate) struct Flight {
-    pub(crate) number: Number,
+pub struct Flight {
+    /// The number of the request.
+    pub number: Number,
     call: QueuedCall,
     sent: Instant,
     /// Whether the store has granted its turn. Another request of this process may have it.
@@ -69,7 +70,7 @@ impl Flight {
 
 /// A refused request that may go back to its old place.
 #[derive(Debug)]
-pub(crate) struct Refused {
+pub struct Refused {
     number: Number,
     call: QueuedCall,
     /// How long the request sleeps first.
@@ -77,7 +78,8 @@ pub(crate) struct Refused {
 }
 
 impl PacedQueue {
-    pub(crate) fn new(pace: Box<dyn Pace>, dice: Dice, max_hold: Duration, now: Instant) -> Self {
+    /// Creates an empty queue. A response can hold it for `max_hold` at most.
+    pub fn new(pace: Box<dyn Pace>, dice: Dice, max_hold: Duration, now: Instant) -> Self {
         let pace_state = PaceState::new(pace, max_hold, now);
         PacedQueue {
             local: LocalQueue::new(pace_state, dice),
@@ -91,7 +93,7 @@ impl PacedQueue {
     }
 
     /// Appends a request that arrives now, and returns its number.
-    pub(crate) fn arrived(&mut self, now: Instant) -> Number {
+    pub fn arrived(&mut self, now: Instant) -> Number {
         let mut call = QueuedCall {
             call: CallState::default(),
             since: now,
@@ -109,7 +111,7 @@ impl PacedQueue {
 
     /// Returns the next request that may leave now. From then on it is in flight. The caller
     /// repeats the call until it returns `None`.
-    pub(crate) fn depart(&mut self, now: Instant) -> Option<Flight> {
+    pub fn depart(&mut self, now: Instant) -> Option<Flight> {
         self.local.awake(now);
         let is_held = self.held_until().is_some_and(|until| until > now);
         if is_held || self.local.waiting.is_empty() {
@@ -145,7 +147,7 @@ impl PacedQueue {
 
     /// Returns when to call [`depart`](Self::depart) again if nothing else happens; `None` if only
     /// an event can let a request leave.
-    pub(crate) fn look_at(&self) -> Option<Instant> {
+    pub fn look_at(&self) -> Option<Instant> {
         let is_alone = self
             .sharing
             .as_ref()
@@ -157,7 +159,7 @@ impl PacedQueue {
     }
 
     /// Returns from when the first waiter may leave; `None` means at once.
-    pub(crate) fn slot(&self) -> Option<Instant> {
+    pub(super) fn slot(&self) -> Option<Instant> {
         self.local.pace_state.slot(self.load())
     }
 
@@ -168,12 +170,7 @@ impl PacedQueue {
 
     /// Ends a request in flight with its answer. Returns the request if it was refused, so that it
     /// may go [back](Self::back).
-    pub(crate) fn answered(
-        &mut self,
-        flight: Flight,
-        signal: &Signal,
-        now: Instant,
-    ) -> Option<Refused> {
+    pub fn answered(&mut self, flight: Flight, signal: &Signal, now: Instant) -> Option<Refused> {
         let Flight {
             number,
             mut call,
@@ -216,7 +213,7 @@ impl PacedQueue {
     }
 
     /// Puts a refused request back to its old place.
-    pub(crate) fn back(&mut self, refused: Refused, now: Instant) {
+    pub fn back(&mut self, refused: Refused, now: Instant) {
         self.insert_refused(refused.number, refused, now);
     }
 
@@ -233,14 +230,14 @@ impl PacedQueue {
     }
 
     /// Ends a request in flight without an answer.
-    pub(crate) fn lost(&mut self, _: Flight, now: Instant) {
+    pub(super) fn lost(&mut self, _: Flight, now: Instant) {
         self.local.in_flight -= 1;
         self.touch(now);
     }
 
     /// Ends a request that was not sent although its turn had come. The next request may leave in
     /// its place.
-    pub(crate) fn unsent(&mut self, flight: Flight, now: Instant) {
+    pub(super) fn unsent(&mut self, flight: Flight, now: Instant) {
         self.give_turn_up(&flight, now);
     }
 
@@ -257,7 +254,7 @@ impl PacedQueue {
     }
 
     /// Lets a request whose turn had come, but which was not sent, wait in its old place.
-    pub(crate) fn wait_again(&mut self, flight: Flight, now: Instant) {
+    pub(super) fn wait_again(&mut self, flight: Flight, now: Instant) {
         self.give_turn_up(&flight, now);
         let Flight {
             number, mut call, ..
@@ -267,12 +264,12 @@ impl PacedQueue {
     }
 
     /// Removes a request that waits. Returns false if it does not wait.
-    pub(crate) fn leave(&mut self, number: Number) -> bool {
+    pub(super) fn leave(&mut self, number: Number) -> bool {
         self.local.leave(number)
     }
 
     /// Holds the key until `until`. A hold can only be extended.
-    pub(crate) fn hold_until(&mut self, until: Instant, now: Instant) {
+    pub(super) fn hold_until(&mut self, until: Instant, now: Instant) {
         self.local.pace_state.hold_until(until);
         self.record(now, |releases| FleetEvent::Hold { until, releases });
     }
@@ -285,7 +282,7 @@ impl PacedQueue {
     }
 
     /// Ends the hold of the key.
-    pub(crate) fn release(&mut self, now: Instant) {
+    pub(super) fn release(&mut self, now: Instant) {
         self.local.pace_state.release();
         if let Some(sharing) = &mut self.sharing {
             // Kept during an outage too: the other processes learn of it once the store is back.
@@ -301,7 +298,7 @@ impl PacedQueue {
 
     /// Returns until when a request sleeps by itself, if it does.
     #[cfg(feature = "__lab")]
-    pub(crate) fn asleep_until(&self, number: Number) -> Option<Instant> {
+    pub fn asleep_until(&self, number: Number) -> Option<Instant> {
         self.local.asleep_until(number)
     }
 
@@ -327,7 +324,7 @@ impl PacedQueue {
     }
 
     /// Returns how many requests of this process wait, including those that sleep by themselves.
-    pub(crate) fn waiting(&self) -> usize {
+    pub(super) fn waiting(&self) -> usize {
         self.local.load().waiting
     }
 

@@ -34,7 +34,7 @@ impl QueueProcess {
     /// Returns the next caller whose request may leave now. Call it until it returns `None`.
     pub(super) fn depart(&mut self, now: Instant) -> Option<(usize, Flight)> {
         let flight = self.queue.depart(now)?;
-        Some((self.calls[&flight.number()], flight))
+        Some((self.calls[&flight.number], flight))
     }
 
     /// Reports whether the look that was planned for `at` has not been replaced.
@@ -62,7 +62,7 @@ impl QueueProcess {
         signal: &Signal,
         now: Instant,
     ) -> Option<Refused> {
-        let number = flight.number();
+        let number = flight.number;
         let refused = self.queue.answered(flight, signal, now);
         if refused.is_none() {
             self.calls.remove(&number);

@@ -8,7 +8,7 @@ use super::super::{Dice, Pace, seconds, span};
 use super::Fair;
 use crate::clock;
 use crate::signal::{ObservedQuota, Signal};
-use crate::throttle::{Flight, PacedQueue};
+use crate::throttle::paced_queue::{Flight, PacedQueue};
 
 const TRIP: Duration = Duration::from_millis(50);
 
