@@ -286,19 +286,22 @@ impl Throttle {
     /// If the pace is shared through a store, outside of a Tokio runtime with timers.
     pub async fn release(&self, key: Key) -> Result<(), StoreError> {
         let now = clock::now();
-        events::released(self.core.tally(), &self.label(key, None));
         // The call ends the stop in this process, whether its future is polled or not.
         let guard = self.core.settings.guard.as_ref();
         let stop = guard.map(|guard| guard.clone().release(key));
         let release = |waiters: &mut Waiters, wakers: &mut Wakers| waiters.release(now, wakers);
-        let released = if self.core.is_shared() {
-            match self.change(key, now, release) {
-                Ok(change) => self.written(key, change).await,
-                Err(full) => Err(full),
-            }
+        let change = if self.core.is_shared() {
+            self.change(key, now, release)
         } else {
             self.core.at(key, release);
-            Ok(())
+            Ok(None)
+        };
+        let released = match change {
+            Ok(change) => {
+                events::released(self.core.tally(), &self.label(key, None));
+                self.written(key, change).await
+            }
+            Err(full) => Err(full),
         };
         match stop {
             Some(stop) => released.and(stop.await),

@@ -12,7 +12,8 @@ use futures::FutureExt;
 use http::StatusCode;
 use tollgate::__lab::{Dice, Pace, Pause, Reply, Traffic};
 use tollgate::pace::NoPacing;
-use tollgate::store::StoreError;
+use tollgate::stats::Event;
+use tollgate::store::{MemoryStore, StoreError};
 use tollgate::{
     AdaptiveThrottleLayer, Deadline, Error, Key, Limited, Quota, RateLimitLayer, Reason, Signal,
     by_host,
@@ -678,6 +679,26 @@ async fn manual_holds_beyond_max_keys_are_errors() {
     assert!(matches!(error, StoreError::Full { max_keys: 1 }), "{error}");
     assert_eq!(throttle.stats().holds().total(), 0, "nothing is on hold");
     throttle.release(Key::new("b")).await.unwrap();
+}
+
+/// Other processes may hold the key, and there is no room to tell them.
+#[tokio::test(start_paused = true)]
+async fn releases_beyond_max_keys_are_not_reported() {
+    let released = Arc::new(AtomicUsize::new(0));
+    let count = released.clone();
+    let builder = AdaptiveThrottleLayer::builder().max_keys(1);
+    let builder = builder.store(Arc::new(MemoryStore::default()));
+    let layer = builder.on_event(move |event| {
+        let is_release = matches!(event, Event::Released { .. });
+        count.fetch_add(usize::from(is_release), Ordering::Relaxed);
+    });
+    let throttle = layer.build().unwrap().throttle();
+    let _used = throttle.acquire(Key::new("a")).await.unwrap();
+    let error = throttle.release(Key::new("b")).await.unwrap_err();
+    assert!(matches!(error, StoreError::Full { max_keys: 1 }), "{error}");
+    assert_eq!(released.load(Ordering::Relaxed), 0, "nothing was released");
+    throttle.release(Key::new("a")).await.unwrap();
+    assert_eq!(released.load(Ordering::Relaxed), 1);
 }
 
 #[tokio::test(start_paused = true)]
