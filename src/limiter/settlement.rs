@@ -70,6 +70,7 @@ pub(super) struct Unsettled {
     permit: Option<UnusedPermits>,
     /// Units that were charged besides the permit.
     charged: u64,
+    is_settled: bool,
 }
 
 impl Settlement {
@@ -100,6 +101,11 @@ impl Settlement {
             }
         }
     }
+
+    /// Returns whether the cost of the request was stated, of any unit.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.0.iter().any(|part| lock(part).is_settled)
+    }
 }
 
 impl Unsettled {
@@ -112,10 +118,12 @@ impl Unsettled {
             unit: core.find().map_or(Cost::REQUESTS, |core| core.unit_name()),
             permit: slot.map(Reservation::unused),
             charged: 0,
+            is_settled: false,
         }
     }
 
     fn settle(&mut self, actual: u64) {
+        self.is_settled = true;
         let Some(core) = self.core.find() else { return };
         // All classes have their estimates in common, and the permit may have been lent.
         for (part, _) in core.all_parts(self.key) {

@@ -107,6 +107,19 @@ async fn each_api_counts_by_its_rule() {
     }
 }
 
+/// The layer and the body of the response have one verdict.
+#[tokio::test(start_paused = true)]
+async fn a_dialect_decides_whether_a_request_takes_tokens() {
+    for (status, verdict, used) in [(429, None, 350), (200, Some(429), 0)] {
+        let verdict = verdict.map(|verdict| http::StatusCode::from_u16(verdict).unwrap());
+        let tokens = builder("500/min, 80000 tokens/min")
+            .dialect(move |_, _, signal| signal.with_refusal(verdict));
+        let llm = Llm::reserving().gives_back();
+        let [_, after] = used_by(tokens, llm, post(prompt(300, 1000)), (status, &WHOLE)).await;
+        assert_eq!(after, [1, used], "{status}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn refused_and_other_requests_take_no_tokens() {
     let tokens = || builder("500/min, 80000 tokens/min");

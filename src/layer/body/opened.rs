@@ -95,19 +95,14 @@ impl<T: TrackBody> Opened<T> {
             mut response,
             at_end,
             looks,
-            signal,
             ..
         } = self;
-        // The layer has settled a refusal.
-        let is_refusal = || match signal {
-            Some(signal) => signal.refusal().is_some(),
-            None => Signal::read(&response).refusal().is_some(),
-        };
-        let at_end = at_end.filter(|_| !is_refusal());
-        let settlement = at_end
-            .as_ref()
-            .and_then(|_| response.extensions_mut().remove::<Settlement>());
-        let watch = at_end.map(|at_end| BodyWatch::new(at_end, settlement));
+        let watch = at_end.and_then(|at_end| {
+            let settlement = response.extensions_mut().remove::<Settlement>();
+            // The layer has settled a refusal. Its body states no cost.
+            let is_refusal = settlement.as_ref().is_some_and(Settlement::is_settled);
+            (!is_refusal).then(|| BodyWatch::new(at_end, settlement))
+        });
         let call = call.filter(|_| looks.holds_call);
         response.body_mut().watch(call, watch);
         T::close(response)
