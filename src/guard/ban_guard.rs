@@ -30,7 +30,7 @@ use crate::limiter::{CountedUnit, Limiter};
 use crate::quota::Quota;
 use crate::signal::Signal;
 use crate::stats::{Cause, GuardStats};
-use crate::store::{Store, StoreEvent, StoreListener};
+use crate::store::{HoldState, Store, StoreEvent, StoreListener};
 
 type MakeLimiter = Box<dyn FnOnce() -> Limiter + Send>;
 
@@ -147,7 +147,7 @@ impl BanGuard {
             } => {
                 // Another process has stopped the key, and this one has not been told yet.
                 // The time to retry is that of a permit, which may be later.
-                self.heard(bad.counted, self.all.held(bad.counted).unwrap_or_default());
+                self.heard(bad.counted, self.all.held(bad.counted));
                 false
             }
             Limited::Local {
@@ -166,7 +166,9 @@ impl BanGuard {
         let (Some(gate), now) = (bad.gate.upgrade(), clock::now()) else {
             return;
         };
-        let Some(NewStop { span, number }) = self.stops.trip(bad.counted, bad.sent, now) else {
+        let releases = self.all.held(bad.counted).releases;
+        let stop = self.stops.trip(bad.counted, bad.sent, releases, now);
+        let Some(NewStop { span, number }) = stop else {
             return;
         };
         self.trips.fetch_add(1, Ordering::Relaxed);
@@ -192,11 +194,32 @@ impl BanGuard {
         }
     }
 
-    /// Takes in that requests that count under `counted` are stopped for `span`.
-    fn heard(&self, counted: Key, span: Duration) {
+    /// Takes in that requests that count under `counted` are stopped.
+    fn heard(&self, counted: Key, held: HoldState) {
         let now = clock::now();
-        if !span.is_zero() && self.stops.heard(counted, span, now) {
-            self.hold_all(counted, span);
+        if !held.remaining.is_zero() && self.stops.heard(counted, held, now) {
+            self.hold_all(counted, held.remaining);
+        }
+    }
+
+    /// Asks the store about the stops in force, because their releases may have been missed. The gates find out by
+    /// themselves, and their requests go on: then bad answers have to count again. A stop that was missed is heard of
+    /// with the next bad answer.
+    fn look_again(self: &Arc<Self>) {
+        let mut stops = self.stops.in_force(clock::now());
+        // The others are holds of keys under which no gate counts.
+        stops.retain(|(counted, _)| !self.keys.under(*counted).is_empty());
+        for (counted, releases) in stops {
+            let guard = self.clone();
+            self.all.spawn(async move {
+                // A store that has lost its state knows of no release.
+                if let Some(held) = guard.all.stored_hold(counted).await
+                    && held.remaining.is_zero()
+                    && held.releases > releases
+                {
+                    guard.released(counted);
+                }
+            });
         }
     }
 
@@ -278,12 +301,11 @@ impl Watch for BanGuard {
 
 impl StoreListener for BanGuard {
     fn on_event(self: Arc<Self>, key: Key, _holder: u64, event: StoreEvent) {
-        if let StoreEvent::Hold(held) = event {
-            if held.remaining.is_zero() {
-                self.released(key);
-            } else {
-                self.heard(key, held.remaining);
-            }
+        match event {
+            StoreEvent::Hold(held) if held.remaining.is_zero() => self.released(key),
+            StoreEvent::Hold(held) => self.heard(key, held),
+            StoreEvent::EventsMissed | StoreEvent::Reconnected => self.look_again(),
+            _ => {}
         }
     }
 }

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use crate::clock::{self, SleepMark};
 use crate::key::Key;
 use crate::locks::lock;
+use crate::store::HoldState;
 
 /// The stops of all keys that a guard counts under.
 pub(super) struct Stops {
@@ -41,6 +42,8 @@ struct Stop {
     /// Whether the guard of this process has stopped the key, now or before. A hold that was heard of may be that of a key
     /// under which no guard counts.
     is_own: bool,
+    /// How often the key had been released before, as far as this process knows.
+    releases: u32,
 }
 
 /// A stop that begins.
@@ -100,9 +103,23 @@ impl Stops {
         (until > now).then(|| until - now)
     }
 
+    /// Returns the keys that are stopped, and how often each had been released before.
+    pub(super) fn in_force(&self, now: Instant) -> Vec<(Key, u32)> {
+        self.with(|by_key| {
+            let in_force = by_key.stops.iter().filter(|(_, stop)| stop.until > now);
+            in_force.map(|(key, stop)| (*key, stop.releases)).collect()
+        })
+    }
+
     /// Begins a stop, because there were too many bad answers. The last one answers a request that was
     /// sent at `sent`. Returns `None` if that was before the end of the last stop.
-    pub(super) fn trip(&self, key: Key, sent: Instant, now: Instant) -> Option<NewStop> {
+    pub(super) fn trip(
+        &self,
+        key: Key,
+        sent: Instant,
+        releases: u32,
+        now: Instant,
+    ) -> Option<NewStop> {
         self.with(|by_key| {
             let last = by_key.stops.get(&key);
             if last.is_some_and(|last| sent < last.until || now < last.until) {
@@ -118,6 +135,7 @@ impl Stops {
                     until: clock::after(now, span),
                     number,
                     is_own: true,
+                    releases,
                 },
                 now,
             );
@@ -125,9 +143,9 @@ impl Stops {
         })
     }
 
-    /// Takes in that another process has stopped `key` for `span`. Returns whether that is a
-    /// new stop.
-    pub(super) fn heard(&self, key: Key, span: Duration, now: Instant) -> bool {
+    /// Takes in that another process has stopped `key`. Returns whether that is a new stop.
+    pub(super) fn heard(&self, key: Key, held: HoldState, now: Instant) -> bool {
+        let span = held.remaining;
         self.with(|by_key| {
             let until = clock::after(now, span);
             let last = by_key.stops.get(&key);
@@ -142,6 +160,7 @@ impl Stops {
                 until,
                 number,
                 is_own,
+                releases: held.releases,
             };
             self.insert(by_key, key, stop, now);
             true
@@ -199,19 +218,23 @@ mod tests {
         Duration::from_secs(secs)
     }
 
+    fn held(seconds: u64) -> HoldState {
+        HoldState::new(secs(seconds), 0)
+    }
+
     #[test]
     fn stops_double_up_to_the_longest() {
         let (stops, mut now) = (Stops::new(secs(60), secs(300), 10), clock::now());
         let key = Key::new("a");
         for (number, expected) in (1..).zip([60, 120, 240, 300, 300]) {
             let span = secs(expected);
-            assert_eq!(stops.trip(key, now, now), Some(NewStop { span, number }));
+            assert_eq!(stops.trip(key, now, 0, now), Some(NewStop { span, number }));
             assert_eq!(stops.left(key, now), Some(span));
             now += span;
         }
         now += secs(300);
         assert_eq!(
-            stops.trip(key, now, now).map(|stop| stop.span),
+            stops.trip(key, now, 0, now).map(|stop| stop.span),
             Some(secs(60))
         );
     }
@@ -221,12 +244,15 @@ mod tests {
         let (stops, now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
         let key = Key::new("a");
         let late = Duration::from_millis(30);
-        assert!(stops.heard(key, secs(120), now));
-        assert!(!stops.heard(key, secs(120), now + late));
-        assert_eq!(stops.trip(key, now, now + late), None);
+        assert!(stops.heard(key, held(120), now));
+        assert!(!stops.heard(key, held(120), now + late));
+        assert_eq!(stops.trip(key, now, 0, now + late), None);
         let end = now + secs(121);
         let span = secs(240);
-        assert_eq!(stops.trip(key, end, end), Some(NewStop { span, number: 3 }));
+        assert_eq!(
+            stops.trip(key, end, 0, end),
+            Some(NewStop { span, number: 3 })
+        );
     }
 
     /// A process that has just started does not know of earlier stops, and stops the key for the shortest time.
@@ -235,11 +261,11 @@ mod tests {
         let (stops, mut now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
         let key = Key::new("a");
         for _ in 0..3 {
-            now += stops.trip(key, now, now).unwrap().span;
+            now += stops.trip(key, now, 0, now).unwrap().span;
         }
-        assert!(stops.heard(key, secs(60), now));
+        assert!(stops.heard(key, held(60), now));
         now += secs(61);
-        let stop = stops.trip(key, now, now).unwrap();
+        let stop = stops.trip(key, now, 0, now).unwrap();
         assert_eq!((stop.span, stop.number), (secs(480), 4));
     }
 
@@ -247,14 +273,14 @@ mod tests {
     fn answers_to_requests_before_a_release_do_not_trip() {
         let (stops, now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
         let key = Key::new("a");
-        stops.trip(key, now, now);
+        stops.trip(key, now, 0, now);
         let later = now + secs(10);
         assert_eq!(stops.release(key, later), Some(now + secs(60)));
         assert_eq!(stops.release(key, later), None);
-        assert_eq!(stops.trip(key, later - secs(1), later), None);
+        assert_eq!(stops.trip(key, later - secs(1), 0, later), None);
         let span = secs(60);
         assert_eq!(
-            stops.trip(key, later, later),
+            stops.trip(key, later, 0, later),
             Some(NewStop { span, number: 1 })
         );
     }
@@ -264,12 +290,12 @@ mod tests {
     fn stops_go_on_while_the_machine_sleeps() {
         let (stops, now) = (Stops::new(secs(60), secs(3600), 10), clock::now());
         let key = Key::new("a");
-        stops.trip(key, now, now);
+        stops.trip(key, now, 0, now);
         clock::pretended::sleep(secs(50));
         assert_eq!(stops.left(key, now), Some(secs(10)));
         clock::pretended::sleep(secs(10));
         assert_eq!(stops.left(key, now), None);
-        let again = stops.trip(key, now, now);
+        let again = stops.trip(key, now, 0, now);
         assert_eq!(again.map(|stop| stop.number), Some(2));
     }
 
@@ -280,13 +306,13 @@ mod tests {
         let own = Key::new("own");
         let hear_others = |now| {
             for number in 0..10 {
-                stops.heard(Key::new(format!("{number}")), secs(5), now);
+                stops.heard(Key::new(format!("{number}")), held(5), now);
             }
         };
         hear_others(now);
         for (number, expected) in (1..).zip([60, 120, 240]) {
             let span = secs(expected);
-            assert_eq!(stops.trip(own, now, now), Some(NewStop { span, number }));
+            assert_eq!(stops.trip(own, now, 0, now), Some(NewStop { span, number }));
             assert_eq!(stops.left(own, now), Some(span));
             now += span;
             hear_others(now);
@@ -299,7 +325,7 @@ mod tests {
         let (stops, mut now) = (Stops::new(secs(60), secs(3600), 2), clock::now());
         for name in ["a", "b", "c", "d"] {
             let key = Key::new(name);
-            stops.trip(key, now, now).unwrap();
+            stops.trip(key, now, 0, now).unwrap();
             assert_eq!(stops.left(key, now), Some(secs(60)), "{name}");
             now += secs(31);
         }
@@ -309,10 +335,10 @@ mod tests {
     fn keys_are_bounded() {
         let (stops, now) = (Stops::new(secs(60), secs(3600), 3), clock::now());
         for number in 0..10 {
-            stops.heard(Key::new(format!("{number}")), secs(5), now);
+            stops.heard(Key::new(format!("{number}")), held(5), now);
         }
         assert_eq!(stops.with(|by_key| by_key.stops.len()), 3);
-        stops.heard(Key::new("later"), secs(5), now + secs(6));
+        stops.heard(Key::new("later"), held(5), now + secs(6));
         assert_eq!(stops.with(|by_key| by_key.stops.len()), 1);
     }
 }

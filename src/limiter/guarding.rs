@@ -58,9 +58,22 @@ impl Limiter {
         drop(holds::begin(&self.0.first, key, span, false, Cause::Guard));
     }
 
-    /// Returns for how long `key` is on hold, by what this process knows.
-    pub(crate) fn held(&self, key: Key) -> Option<Duration> {
-        self.0.first.held(key, clock::now())
+    /// Returns the hold of `key`, by what this process knows.
+    pub(crate) fn held(&self, key: Key) -> HoldState {
+        let now = clock::now();
+        let held = self.0.first.states.find(key, |state| {
+            let left = state.hold.left(now).unwrap_or_default();
+            HoldState::new(left, state.hold.releases())
+        });
+        held.unwrap_or_default()
+    }
+
+    /// Asks the store for the hold of `key`. Returns `None` if the store does not answer.
+    pub(crate) async fn stored_hold(&self, key: Key) -> Option<HoldState> {
+        let core = &self.0.first;
+        let request = core.peek_request(key, &core.settings.spec);
+        let usage = core.settings.store.peek(request).arrives().await;
+        usage.ok().map(|usage| usage.hold)
     }
 
     /// Gives back the permits at hand.

@@ -5,7 +5,7 @@ use crate::support;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -16,7 +16,9 @@ use support::{Failing, count_of, get, ms};
 use tokio::time::{Instant, sleep};
 use tollgate::service::RateLimit;
 use tollgate::stats::{Cause, Event};
-use tollgate::store::{Lease, LeaseRequest, MemoryStore, Store, StoreError, StoreReply};
+use tollgate::store::{
+    Lease, LeaseRequest, MemoryStore, Store, StoreError, StoreEvent, StoreListener, StoreReply,
+};
 use tollgate::{
     AdaptiveThrottleLayer, Guard, Key, Limited, OnStoreError, Quota, RateLimitBuilder,
     RateLimitLayer, Reason, Signal,
@@ -373,6 +375,86 @@ async fn release_ends_a_stop_and_next_is_the_first_again() {
     layer.limiter().release(Key::new("k")).await.unwrap();
     fails(&mut service, 1).await;
     assert!(near(stopped(&mut service, "http://a/").await, 60));
+}
+
+/// A store in memory whose messages get lost while it is deaf.
+#[derive(Default)]
+struct Deaf {
+    store: Arc<MemoryStore>,
+    is_deaf: Arc<AtomicBool>,
+    listeners: Mutex<Vec<Arc<Hears>>>,
+}
+
+/// Passes on what a store hears.
+struct Hears {
+    listener: Weak<dyn StoreListener>,
+    is_deaf: Arc<AtomicBool>,
+}
+
+impl StoreListener for Hears {
+    fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
+        if let Some(listener) = self.listener.upgrade()
+            && !self.is_deaf.load(Ordering::SeqCst)
+        {
+            listener.on_event(key, holder, event);
+        }
+    }
+}
+
+impl Deaf {
+    /// Hears again, and says that it may have missed something.
+    fn recovers(&self) {
+        self.is_deaf.store(false, Ordering::SeqCst);
+        let listeners = self.listeners.lock().unwrap();
+        for hears in listeners.iter().cloned() {
+            hears.on_event(Key::ALL, 0, StoreEvent::EventsMissed);
+        }
+    }
+}
+
+impl Store for Deaf {
+    fn inner(&self) -> Option<&dyn Store> {
+        Some(&*self.store)
+    }
+
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        self.store.lease(request)
+    }
+
+    fn listen(&self, listener: Weak<dyn StoreListener>) {
+        let is_deaf = self.is_deaf.clone();
+        let hears = Arc::new(Hears { listener, is_deaf });
+        let heard: Weak<dyn StoreListener> = Arc::downgrade(&hears) as _;
+        self.store.listen(heard);
+        self.listeners.lock().unwrap().push(hears);
+    }
+}
+
+/// Otherwise the requests would go on, and the guard would count none of their answers.
+#[tokio::test(start_paused = true)]
+async fn a_release_whose_message_was_lost_ends_the_stop() {
+    let deaf = Arc::new(Deaf::default());
+    let key = Key::new("k");
+    let process = |store: Arc<dyn Store>| {
+        let builder = builder(guard(3)).key(move |_| key).store(store);
+        builder.build().unwrap()
+    };
+    let (one, other) = (process(deaf.store.clone()), process(deaf.clone()));
+    let mut service = other.layer(Server::answering(401));
+    assert_eq!(call(&mut service, "http://a/").await.unwrap(), 401);
+    fails(&mut one.layer(Server::answering(401)), 3).await;
+    assert!(near(stopped(&mut service, "http://a/").await, 60));
+    deaf.is_deaf.store(true, Ordering::SeqCst);
+    one.limiter().release(key).await.unwrap();
+    deaf.recovers();
+    sleep(secs(2)).await;
+    // The budget is used up, so the first bad answer trips the guard again.
+    fails(&mut service, 1).await;
+    assert!(near(stopped(&mut service, "http://a/").await, 60));
+    // A stop whose message is lost goes on.
+    deaf.recovers();
+    sleep(secs(2)).await;
+    assert!(near(stopped(&mut service, "http://a/").await, 58));
 }
 
 #[tokio::test(start_paused = true)]
