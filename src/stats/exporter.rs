@@ -3,10 +3,12 @@
 //! The exporter sets [`Exporter`] when it publishes for the first time. Before that, nothing is kept
 //! for it.
 
+use std::cell::Cell;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::labelled_keys::WithKeys;
+use super::tally::Doing;
 
 /// Takes in one wait of a gate.
 pub(crate) type WaitRecorder = Box<dyn Fn(Duration) + Send + Sync>;
@@ -35,11 +37,22 @@ pub(crate) fn is_exporting() -> bool {
     EXPORTER.get().is_some()
 }
 
+thread_local! {
+    /// Whether this thread reads the last counts of a gate.
+    static IS_NOTING: Cell<bool> = const { Cell::new(false) };
+}
+
 /// Notes that a gate is dropped. `stats` reads its last counts.
 pub(super) fn note_dropped(stats: impl FnOnce() -> WithKeys) {
     if let Some(exporter) = EXPORTER.get() {
+        let _noting = Doing::begin(&IS_NOTING);
         (exporter.dropped)(&stats());
     }
+}
+
+/// Returns whether this thread reads the last counts of a gate: a store of the user may publish meanwhile.
+pub(super) fn is_noting() -> bool {
+    IS_NOTING.try_with(Cell::get).unwrap_or(false)
 }
 
 /// What records the waits of one gate, or the calls of one store. It is made at the first wait after the first publish.

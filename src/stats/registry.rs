@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 #[cfg(feature = "metrics")]
-use super::exporter::note_dropped;
+use super::exporter::{is_noting, note_dropped};
 use super::key_counts::KeyCounts;
 #[cfg(feature = "metrics")]
 use super::labelled_keys::WithKeys;
@@ -170,7 +170,8 @@ pub(crate) fn all_but_noted() -> Vec<Arc<dyn Gate>> {
     loop {
         // They are not dropped under the lock: each may be the last handle of its gate.
         let gates: Vec<_> = lock(&GATES).iter().map(Weak::upgrade).collect();
-        if gates.iter().all(Option::is_some) {
+        // A thread that drops a gate would wait for itself.
+        if gates.iter().all(Option::is_some) || is_noting() {
             return gates.into_iter().flatten().collect();
         }
         // Another thread is about to remove it.

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
+use std::thread::LocalKey;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
@@ -34,21 +35,20 @@ thread_local! {
     static IS_TELLING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// A call of a handler.
-struct Telling;
+/// What this thread does, which it notes in the flag until this is dropped.
+pub(super) struct Doing(&'static LocalKey<Cell<bool>>);
 
-impl Telling {
-    /// Returns `None` if a handler runs on this thread already.
-    fn begin() -> Option<Self> {
-        // A thread that ends tells nothing.
-        let was_telling = IS_TELLING.try_with(|is_telling| is_telling.replace(true));
-        matches!(was_telling, Ok(false)).then_some(Telling)
+impl Doing {
+    /// Returns `None` if the thread does it already, or ends.
+    pub(super) fn begin(flag: &'static LocalKey<Cell<bool>>) -> Option<Self> {
+        let was_doing = flag.try_with(|is_doing| is_doing.replace(true));
+        matches!(was_doing, Ok(false)).then_some(Doing(flag))
     }
 }
 
-impl Drop for Telling {
+impl Drop for Doing {
     fn drop(&mut self) {
-        let _ = IS_TELLING.try_with(|is_telling| is_telling.set(false));
+        let _ = self.0.try_with(|is_doing| is_doing.set(false));
     }
 }
 
@@ -368,7 +368,7 @@ impl Tally {
     /// puts a key on hold for each event would never end.
     pub(crate) fn tell(&self, event: &Event<'_>) {
         if let Some(handler) = &self.handler
-            && let Some(_telling) = Telling::begin()
+            && let Some(_telling) = Doing::begin(&IS_TELLING)
         {
             handler(event);
         }
