@@ -88,17 +88,14 @@ impl Attempts {
     /// that of `known`, or with the time that it was sent.
     #[cfg(any(feature = "retry", feature = "reqwest-middleware"))]
     pub(super) fn of_repeated(known: Option<&Attempts>, extensions: &mut Extensions) -> Attempts {
-        let known = || match known {
+        let attempts = extensions.get_or_insert_with(|| match known {
             Some(known) => known.clone(),
-            None => {
-                let counts = AttemptCounts {
-                    before: 1,
-                    ..AttemptCounts::default()
-                };
-                Attempts(Arc::new(Mutex::new(counts)))
-            }
-        };
-        extensions.get_or_insert_with(known).clone()
+            None => Attempts(Arc::new(Mutex::new(AttemptCounts {
+                before: 1,
+                ..AttemptCounts::default()
+            }))),
+        });
+        attempts.clone()
     }
 }
 

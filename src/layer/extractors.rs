@@ -235,17 +235,18 @@ impl Extractors {
 ///
 /// Not the whole path: `/users/17` and `/users/18` are refused together.
 fn kind_of<R: RequestInfo>(request: &R, cost: u32) -> Key {
-    let names_nothing = |segment: &&str| {
-        let version = segment.strip_prefix(['v', 'V']).unwrap_or("x");
-        segment.is_empty()
-            || *segment == "api"
-            || version.starts_with(|first: char| first.is_ascii_digit())
-    };
     let mut segments = request.path().split('/');
-    let segment = segments.find(|segment| !names_nothing(segment));
+    let segment = segments.find(|segment| names_something(segment));
     Key::new(request.method().as_str())
         .and(segment.unwrap_or_default())
         .and(cost.checked_ilog2().unwrap_or_default().to_le_bytes())
+}
+
+/// Returns whether a segment of a path names more than the version of an API.
+fn names_something(segment: &str) -> bool {
+    let version = segment.strip_prefix(['v', 'V']).unwrap_or_default();
+    let is_version = version.starts_with(|first: char| first.is_ascii_digit());
+    !segment.is_empty() && segment != "api" && !is_version
 }
 
 /// Returns the class in the extensions of `request`.

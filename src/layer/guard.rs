@@ -25,10 +25,10 @@ pub(super) fn build(
     let quotas = Arc::new(Quotas::new(quota, None, Slacks::DEFAULT, late));
     let spec = Arc::new(quotas.limits(quota, 0)?);
     let name = format!("{} guard", common.name());
-    let limiter = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);
-    let all = limiter(store.clone());
-    let alone = move || limiter(Arc::new(MemoryStore::new(max_keys)));
-    Ok(Some(BanGuard::new(guard, all, Box::new(alone), max_keys)))
+    let counting_in = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);
+    let all = counting_in(store.clone());
+    let alone = Box::new(move || counting_in(Arc::new(MemoryStore::new(max_keys))));
+    Ok(Some(BanGuard::new(guard, all, alone, max_keys)))
 }
 
 /// Makes a limiter of bad answers. No answer waits for its permit.

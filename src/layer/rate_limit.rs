@@ -287,8 +287,10 @@ impl RateLimitLayer {
             parts.push(limiter.part(own.key, own.cost.under(None), quota, host_key));
             return Ok(());
         }
-        let is_unknown = |unit: &str| !self.limiters().any(|limiter| limiter.counts(unit));
-        if let Some(reason) = limiter.check_units(&own.cost, is_unknown) {
+        let differs = limiter.check_units(&own.cost, |unit| {
+            !self.limiters().any(|limiter| limiter.counts(unit))
+        });
+        if let Some(reason) = differs {
             return Err(self.unreadable(limiter, reason));
         }
         parts.extend(limiter.parts(own.key, &own.cost, quota, host_key));
@@ -406,14 +408,11 @@ impl RateLimitLayer {
         if count < 2 {
             return;
         }
-        let label = || {
-            let read = self
-                .first
-                .extractors
-                .read(request, &mut HostKey::of(request), None);
+        limiter.sent_again(count, is_reported(count), &|| {
+            let extractors = &self.first.extractors;
+            let read = extractors.read(request, &mut HostKey::of(request), None);
             self.label(read.map_or(Key::ALL, |read| read.key), request)
-        };
-        limiter.sent_again(count, is_reported(count), &label);
+        });
     }
 
     /// Notes the host of `request` as the name of the keys that it has because of its host.

@@ -370,8 +370,8 @@ impl RateLimitBuilder {
         F: Fn(&ResponseRef<'_>) -> Option<C> + Send + Sync + 'static,
         C: Into<Cost>,
     {
-        let settle = move |response: &ResponseRef<'_>| settle(response).map(Into::into);
-        self.common.extractors.policy.change().settle = Some(Arc::new(settle));
+        self.common.extractors.policy.change().settle =
+            Some(Arc::new(move |response| settle(response).map(Into::into)));
         self
     }
 

@@ -122,11 +122,10 @@ mod middleware {
                     extensions: &mut Extensions,
                     next: Next<'_>,
                 ) -> Result<Response> {
-                    let as_it_is = |response, _| future::ready(response);
                     let (response, _) = run(
                         self.gate(),
                         None,
-                        as_it_is,
+                        |response, _| future::ready(response),
                         request,
                         extensions,
                         next,

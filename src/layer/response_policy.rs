@@ -60,8 +60,8 @@ impl ResponsePolicy {
 
     /// Returns whether the true cost of a request may be stated after its response.
     pub(super) fn settles(&self) -> bool {
-        let settles = |policy: &Arc<Policy>| policy.settle.is_some() || policy.settles_by_hand;
-        self.0.as_ref().is_some_and(settles)
+        let policy = self.0.as_ref();
+        policy.is_some_and(|policy| policy.settle.is_some() || policy.settles_by_hand)
     }
 
     /// Settles the request of `response`, or leaves that to the caller.

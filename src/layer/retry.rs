@@ -173,18 +173,17 @@ impl Budget {
     }
 
     fn add(&self, value: u32) {
-        let add = |balance: u32| Some(balance.saturating_add(value).min(self.most));
-        let _ = self
-            .balance
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        let order = Ordering::Relaxed;
+        let _ = self.balance.fetch_update(order, order, |balance| {
+            Some(balance.saturating_add(value).min(self.most))
+        });
     }
 
     /// Takes one retry. Returns `false` if less than one is left.
     fn withdraw(&self) -> bool {
-        let take = |balance: u32| balance.checked_sub(ONE);
-        self.balance
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, take)
-            .is_ok()
+        let order = Ordering::Relaxed;
+        let taken = (self.balance).fetch_update(order, order, |balance| balance.checked_sub(ONE));
+        taken.is_ok()
     }
 }
 

@@ -188,8 +188,8 @@ macro_rules! common_setters {
             F: Fn(&$crate::RequestRef<'_>) -> K + Send + Sync + 'static,
             K: Into<Option<$crate::Key>>,
         {
-            let kind_of = move |request: &$crate::RequestRef<'_>| kind(request).into();
-            self.common.extractors.kind = Some(std::sync::Arc::new(kind_of));
+            self.common.extractors.kind =
+                Some(std::sync::Arc::new(move |request| kind(request).into()));
             self
         }
 
@@ -266,8 +266,8 @@ macro_rules! common_setters {
             F: Fn(&$crate::RequestRef<'_>) -> Option<N> + Send + Sync + 'static,
             N: Into<String>,
         {
-            let name_of = move |request: &$crate::RequestRef<'_>| name(request).map(N::into);
-            self.common.extractors.key_name = Some(std::sync::Arc::new(name_of));
+            self.common.extractors.key_name =
+                Some(std::sync::Arc::new(move |request| name(request).map(N::into)));
             self
         }
 

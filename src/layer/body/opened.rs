@@ -78,15 +78,17 @@ impl<T: TrackBody> Opened<T> {
     /// Returns whether the body may say something about a limit, and will soon be there.
     fn is_read(&self) -> bool {
         let status = self.response.status();
-        let is_json = || {
-            let of_type = self.response.headers().get(CONTENT_TYPE);
-            of_type.is_some_and(|of_type| of_type.as_bytes().windows(4).any(|part| part == b"json"))
-        };
         let most = self.response.body().remaining_size().upper();
-        let is_short = || most.is_some_and(|most| most <= MOST as u64);
-        self.looks.reads
-            && most != Some(0)
-            && (status.as_u16() >= 400 || status.is_success() && is_json() && is_short())
+        if !self.looks.reads || most == Some(0) {
+            return false;
+        }
+        let is_short = most.is_some_and(|most| most <= MOST as u64);
+        status.as_u16() >= 400 || status.is_success() && is_short && self.is_json()
+    }
+
+    fn is_json(&self) -> bool {
+        let of_type = self.response.headers().get(CONTENT_TYPE);
+        of_type.is_some_and(|of_type| of_type.as_bytes().windows(4).any(|part| part == b"json"))
     }
 
     /// Makes the response that the caller gets. It has let the layer pass, and `call` is in flight.

@@ -31,20 +31,14 @@ impl Prompt {
     pub(super) fn read(body: &[u8], measure: &dyn Fn(&str) -> u64) -> Option<Self> {
         let body: Value = serde_json::from_slice(body).ok()?;
         let root = body.as_object()?;
-        let number = |places: &[&str]| {
-            let numbers = places
-                .iter()
-                .filter_map(|place| body.pointer(place)?.as_u64());
-            numbers.max()
-        };
         // A completion may have several prompts, each with its answers.
         let prompts = match root.get("prompt") {
             Some(Value::Array(prompts)) if !prompts.iter().any(Value::is_number) => prompts.len(),
             _ => 1,
         };
-        let answers = number(&ANSWERS).unwrap_or(1).max(1);
+        let answers = largest(&body, &ANSWERS).unwrap_or(1).max(1);
         let answers = answers.saturating_mul(prompts.max(1) as u64);
-        let max_tokens = number(&MAX_TOKENS).map(|most| most.saturating_mul(answers));
+        let max_tokens = largest(&body, &MAX_TOKENS).map(|most| most.saturating_mul(answers));
         let mut size = 0_u64;
         let mut add = |text: &str| size = size.saturating_add(measure(text));
         each_text(&body, &mut add);
@@ -54,6 +48,13 @@ impl Prompt {
             max_tokens: max_tokens.map(|most| u32::try_from(most).unwrap_or(u32::MAX)),
         })
     }
+}
+
+/// Returns the largest number that stands in one of `places`.
+fn largest(body: &Value, places: &[&str]) -> Option<u64> {
+    let places = places.iter();
+    let numbers = places.filter_map(|place| body.pointer(place)?.as_u64());
+    numbers.max()
 }
 
 /// Calls `act` with each text in `value`.
@@ -86,10 +87,10 @@ fn is_data_url(text: &str) -> bool {
 
 /// Returns whether a value may be base64, as far as its start says.
 fn is_base64(value: &Value) -> bool {
-    let is_digit = |byte: u8| byte.is_ascii_alphanumeric() || b"+/-_=\r\n".contains(&byte);
-    value
-        .as_str()
-        .is_some_and(|text| text.bytes().take(256).all(is_digit))
+    value.as_str().is_some_and(|text| {
+        let mut start = text.bytes().take(256);
+        start.all(|byte| byte.is_ascii_alphanumeric() || b"+/-_=\r\n".contains(&byte))
+    })
 }
 
 #[cfg(test)]

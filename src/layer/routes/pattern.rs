@@ -127,8 +127,8 @@ fn parse_path(path: &str) -> Result<Vec<Segment>, &'static str> {
 }
 
 fn is_name(text: &str) -> bool {
-    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-');
-    !text.is_empty() && text.bytes().all(is_letter)
+    let mut letters = text.bytes();
+    !text.is_empty() && letters.all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte))
 }
 
 fn parse_text(text: &str) -> Result<Segment, &'static str> {
