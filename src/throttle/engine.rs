@@ -133,25 +133,19 @@ impl ThrottleCore {
         let mut effects = Effects::default();
         let guard = self.settings.guard.as_ref();
         let guarded = guard.map(|guard| NewKey::new(guard, key));
-        let make = || {
-            let mut waiters = self.new_waiters(now);
-            let stopped = guarded.and_then(|key| key.begins(&self.settings.tally, now));
-            if let Some(left) = stopped {
-                let until = clock::after(now, left);
-                waiters.hold_until(until, Cause::Guard, now, &mut Wakers::default());
-            }
-            waiters
-        };
         let mut gone = Vec::new();
-        let evict = |key, waiters: Waiters| {
-            self.settings.tally.absorb(&waiters.counts);
-            if guard.is_some() {
-                gone.push(key);
-            }
-        };
-        let opened = self.keys.enter(key, now, make, evict, |waiters| {
-            self.change(waiters, with, &mut effects)
-        });
+        let opened = self.keys.enter(
+            key,
+            now,
+            || self.new_waiters(guarded, now),
+            |key, waiters| {
+                self.settings.tally.absorb(&waiters.counts);
+                if guard.is_some() {
+                    gone.push(key);
+                }
+            },
+            |waiters| self.change(waiters, with, &mut effects),
+        );
         if let Some(guard) = guard {
             gone.into_iter().for_each(|key| guard.forget_key(key));
         }
@@ -186,8 +180,8 @@ impl ThrottleCore {
         guard.stopped_for(guard.counted(key), now)
     }
 
-    /// Makes the waiters of a new key.
-    fn new_waiters(&self, now: Instant) -> Waiters {
+    /// Makes the waiters of a new key. It begins on hold if its guard has stopped it.
+    fn new_waiters(&self, guarded: Option<NewKey<'_>>, now: Instant) -> Waiters {
         let ThrottleSettings {
             pace,
             dice,
@@ -198,7 +192,12 @@ impl ThrottleCore {
         if let Some(SharedPace { store, id, .. }) = &self.shared {
             queue.share(*id, store.address(), now);
         }
-        Waiters::new(queue, now)
+        let mut waiters = Waiters::new(queue, now);
+        if let Some(left) = guarded.and_then(|key| key.begins(&self.settings.tally, now)) {
+            let until = clock::after(now, left);
+            waiters.hold_until(until, Cause::Guard, now, &mut Wakers::default());
+        }
+        waiters
     }
 
     fn change<R>(

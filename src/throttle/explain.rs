@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::engine::ThrottleCore;
 use super::paced_queue::PaceOutlook;
+#[cfg(doc)]
 use super::waiters::Waiters;
 use crate::clock;
 use crate::error::Reason;
@@ -35,14 +36,13 @@ struct PaceText<'a> {
 /// Explains what would happen to a request of `key`.
 pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
     let now = clock::now();
-    let read = |waiters: &mut Waiters| KnownKey {
+    let known = core.find(key, |waiters| KnownKey {
         outlook: waiters.queue.outlook(now),
         held: waiters.held(now),
         waiting: waiters.queue.waiting(),
         in_flight: waiters.queue.in_flight(),
         name: waiters.counts.name().map(Box::from),
-    };
-    let known = core.find(key, read);
+    });
     let has_room = known.is_some() || core.keys.has_room(key, now);
     let known = known.unwrap_or_else(|| {
         let stopped = core.stopped_for(key, now);
@@ -75,15 +75,18 @@ fn left(moment: Option<Instant>, now: Instant) -> Duration {
     moment.map_or(Duration::ZERO, |at| at.saturating_duration_since(now))
 }
 
+fn refused(reason: Reason, retry_after: Option<Duration>, because: Option<Because>) -> Verdict {
+    Verdict::Refused {
+        reason,
+        retry_after,
+        because,
+    }
+}
+
 /// Decides as [`Waiters::arrived`] does. A request that would be refused when its wait is over is
 /// refused here.
 fn verdict(core: &ThrottleCore, known: &KnownKey, has_room: bool, now: Instant) -> Verdict {
     let settings = &core.settings;
-    let refused = |reason, retry_after, because| Verdict::Refused {
-        reason,
-        retry_after,
-        because,
-    };
     if core.tally().is_draining() {
         return refused(Reason::Draining, None, None);
     }

@@ -289,12 +289,11 @@ impl Throttle {
         // The call ends the stop in this process, whether its future is polled or not.
         let guard = self.core.settings.guard.as_ref();
         let stop = guard.map(|guard| guard.clone().release(key));
-        let release = |waiters: &mut Waiters, wakers: &mut Wakers| waiters.release(now, wakers);
-        let change = if self.core.is_shared() {
-            self.change(key, now, release)
-        } else {
-            self.core.at(key, release);
-            Ok(None)
+        // Without a store, a key that is not in use is on hold nowhere.
+        let may_be_held = self.core.is_shared() || self.core.find(key, |_| ()).is_some();
+        let change = match may_be_held {
+            true => self.change(key, now, |waiters, wakers| waiters.release(now, wakers)),
+            false => Ok(None),
         };
         let released = match change {
             Ok(change) => {
@@ -411,11 +410,11 @@ impl Throttle {
             }
             (arrival, waiters.queue.waiting())
         });
-        let request = || PacedRequest::new(self.core.clone(), entry, bound);
+        let request = PacedRequest::new(self.core.clone(), entry, bound);
         let (reason, refusal) = match arrival {
-            Ok((Arrival::Leaves(flight), _)) => return Admission::Go(request().leaves(flight)),
+            Ok((Arrival::Leaves(flight), _)) => return Admission::Go(request.leaves(flight)),
             Ok((Arrival::Waits(number), queued)) => {
-                return Admission::Wait(request().waits(number, label(), queued, now));
+                return Admission::Wait(request.waits(number, label(), queued, now));
             }
             Ok((Arrival::TooLate(late), _)) => late.refused(bound, now),
             Ok((Arrival::Full, _)) => (Reason::QueueFull(max_queue), Refusal::NEVER),

@@ -103,11 +103,8 @@ impl PaceState {
             in_flight,
             last_sent: Some(now),
         };
-        let is_due = |slot: Option<Instant>| slot.is_none_or(|slot| slot <= now);
-        self.answered
-            && !self.refused
-            && is_due(self.held_until)
-            && is_due(self.pace.slot(&traffic))
+        let slot = self.pace.slot(&traffic).max(self.held_until);
+        self.answered && !self.refused && slot.is_none_or(|slot| slot <= now)
     }
 
     /// Notes that a request has arrived. Returns how long it sleeps before it joins the queue.

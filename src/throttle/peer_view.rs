@@ -65,17 +65,12 @@ impl PeerView {
 
     /// Adds the load of the other processes to the load of this one.
     pub(super) fn with_others(&self, own: Load) -> Load {
-        let others = &self.peers.others;
-        let count = |part: fn(&Peer) -> u32| {
-            others
-                .iter()
-                .map(|other| part(other) as usize)
-                .sum::<usize>()
-        };
-        Load {
-            waiting: own.waiting + count(|other| other.waiting),
-            in_flight: own.in_flight + count(|other| other.in_flight),
+        let mut load = own;
+        for other in &self.peers.others {
+            load.waiting += other.waiting as usize;
+            load.in_flight += other.in_flight as usize;
         }
+        load
     }
 
     /// Returns how many processes have requests that wait or are in flight, this process included.
@@ -215,11 +210,10 @@ impl PeerView {
             .and_then(|first| Duration::try_from_secs_f64(first).ok())
             .unwrap_or_default();
         let seen = written_at.checked_sub(since).unwrap_or(written_at);
-        let distance = |known: Instant| seen.max(known) - seen.min(known);
         // A larger distance means another register, or a clock that was stepped or drifts.
         let known = self
             .origin
-            .filter(|known| distance(*known) < ORIGIN_TOLERANCE);
+            .filter(|known| seen.max(*known) - seen.min(*known) < ORIGIN_TOLERANCE);
         *self.origin.insert(known.unwrap_or(seen))
     }
 

@@ -106,17 +106,11 @@ impl Peers {
         slot: Option<Instant>,
         now: Instant,
     ) -> Option<Peer> {
-        let is_over = |from: Instant| now.saturating_duration_since(from) >= LONGEST_TURN;
-        let gone = self
-            .turn_from(slot)
-            .filter(|from| is_over(*from))
-            .map(|_| self.first);
-        for other in self
-            .others
-            .iter_mut()
-            .filter(|other| Some(other.id) == gone)
-        {
-            other.stop_waiting();
+        let turn_from = self.turn_from(slot);
+        if turn_from.is_some_and(|from| now.saturating_duration_since(from) >= LONGEST_TURN) {
+            let late = self.others.iter_mut();
+            let late = late.filter(|other| other.id == self.first);
+            late.for_each(Peer::stop_waiting);
         }
         self.others.retain(|other| {
             let is_recent = now.saturating_duration_since(other.seen) < LONGEST_FLIGHT;

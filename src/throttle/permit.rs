@@ -276,8 +276,10 @@ impl ThrottlePermit {
         let Ended { back, held } = ended.unwrap_or_default();
         let retry_after = signal.retry_after();
         let refused = signal.refusal().map(|status| {
-            let at_once = || TurnWaited::at_once(core.label(key, None), now);
-            let mut waited = self.waited.take().map_or_else(at_once, |waited| *waited);
+            let mut waited = match self.waited.take() {
+                Some(waited) => *waited,
+                None => TurnWaited::at_once(core.label(key, None), now),
+            };
             waited.refused = Some(status);
             // The time of the server is no wait.
             waited.start = now.checked_sub(waited.span).unwrap_or(now);

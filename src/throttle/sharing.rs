@@ -187,18 +187,17 @@ impl Sharing {
         if self.sync.pending.is_some() {
             return None;
         }
-        let interval = || local.pace_state.interval(self.load(local));
-        let turn_at = local
-            .first_since()
-            .map(|first| self.view.turn_at(first, self.slot(local), interval));
-        let rests_until = self.sync.rests_until;
-        let after_rest = |at: Instant| rests_until.map_or(at, |until| at.max(until));
-        // Turns rest only in an outage: otherwise one process at a time takes its turn.
-        let turn_at = turn_at.map(|at| match self.is_alone() {
-            true => after_rest(at),
-            false => at,
+        let turn_at = local.first_since().map(|first| {
+            let turn_at = self.view.turn_at(first, self.slot(local), || {
+                local.pace_state.interval(self.load(local))
+            });
+            // Turns rest only in an outage: otherwise one process at a time takes its turn.
+            match self.is_alone() {
+                true => self.sync.after_rest(turn_at),
+                false => turn_at,
+            }
         });
-        let write_at = self.write_at(local).map(after_rest);
+        let write_at = self.write_at(local).map(|at| self.sync.after_rest(at));
         write_at.into_iter().chain(turn_at).min()
     }
 
@@ -405,12 +404,12 @@ impl Sharing {
         register: Register,
         now: Instant,
     ) {
-        let is_later = |than: Option<u64>| than.is_none_or(|than| register.version > than);
+        let version = Some(register.version);
         if self.sync.pending.is_some() {
-            if is_later(self.received.as_ref().map(|received| received.version)) {
+            if version > self.received.as_ref().map(|received| received.version) {
                 self.received = Some(register);
             }
-        } else if self.view.version.is_some() && is_later(self.view.version) && !self.is_alone() {
+        } else if self.view.version.is_some() && version > self.view.version && !self.is_alone() {
             self.adopt(local, &register, now, now);
         }
     }

@@ -30,7 +30,7 @@ pub(super) struct SyncState {
     /// Present while the store does not answer.
     pub(super) outage: Option<Outage>,
     /// Until when the process writes nothing: other processes were faster too often, or the store does not answer.
-    pub(super) rests_until: Option<Instant>,
+    rests_until: Option<Instant>,
     /// How many attempts in a row to write have failed, because another process was faster.
     conflicts: u32,
 }
@@ -91,6 +91,11 @@ impl SyncState {
     pub(super) fn fail(&mut self, mut outage: Outage, now: Instant) {
         self.rests_until = Some(clock::after(now, outage.backoff.pause()));
         self.outage = Some(outage);
+    }
+
+    /// Returns `at`, or the end of the rest if that is later.
+    pub(super) fn after_rest(&self, at: Instant) -> Instant {
+        self.rests_until.map_or(at, |until| at.max(until))
     }
 
     /// Ends the conflicts in a row, because the register was written.

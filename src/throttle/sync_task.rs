@@ -89,13 +89,13 @@ impl SyncTask {
         let change = self.core.at(self.key, |waiters, wakers| {
             waiters.cas_answered(self.number, answer, now, wakers)
         });
-        let label = || self.core.label(self.key, None);
-        match change.flatten() {
-            Some(StoreChange::Away(error)) => {
-                events::pace_alone(self.core.tally(), &label(), &error);
-            }
-            Some(StoreChange::Back) => events::pace_shared(self.core.tally(), &label()),
-            None => {}
+        let Some(change) = change.flatten() else {
+            return;
+        };
+        let (tally, label) = (self.core.tally(), self.core.label(self.key, None));
+        match change {
+            StoreChange::Away(error) => events::pace_alone(tally, &label, &error),
+            StoreChange::Back => events::pace_shared(tally, &label),
         }
     }
 

@@ -450,8 +450,8 @@ impl Waiters {
 
     /// Returns when to poll the first waiter again if nothing else happens.
     fn look_at(&self, now: Instant) -> Option<Instant> {
-        let left = |until: Instant| until.checked_duration_since(now);
-        let held = self.queue.held_until().and_then(left);
+        let held_until = self.queue.held_until();
+        let held = held_until.and_then(|until| until.checked_duration_since(now));
         // The machine may sleep meanwhile. If processes share the pace, this is the only moment that is known here.
         let wakes_at = held
             .filter(|_| self.queue.waiting() > 0)
@@ -475,10 +475,11 @@ impl Waiters {
     /// Returns the refusal of request `number`, if its wait is over, or if the key is on hold for longer.
     fn too_late(&self, number: Number, now: Instant) -> Option<TurnTooLate> {
         let latest = self.waits_until(number, now);
-        if let Some(late) = self.held_beyond(latest, now) {
-            return Some(late);
+        let held = self.held_beyond(latest, now);
+        if held.is_some() || latest > now {
+            return held;
         }
-        (latest <= now).then(|| TurnTooLate {
+        Some(TurnTooLate {
             reason: None,
             retry_at: self.queue.slot(),
         })
