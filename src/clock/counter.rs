@@ -80,11 +80,10 @@ pub(crate) fn prepare() {
         return;
     }
     PREPARED.call_once(|| {
-        let measure = || _ = COUNTER.set(quanta::Clock::new());
         // Without the thread, the clock is read each time.
         let _ = thread::Builder::new()
             .name("tollgate-clock".into())
-            .spawn(measure);
+            .spawn(|| _ = COUNTER.set(quanta::Clock::new()));
     });
 }
 

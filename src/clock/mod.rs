@@ -168,17 +168,18 @@ pub(crate) fn instant(micros: u64) -> Instant {
 /// The same pair, with the wall time in microseconds since the Unix epoch.
 fn epoch() -> (Instant, u64) {
     static EPOCH: OnceLock<(Instant, u64)> = OnceLock::new();
-    let of = |(anchor, wall): (Instant, SystemTime)| {
-        let since_epoch = wall
-            .duration_since(SystemTime::UNIX_EPOCH)
-            .unwrap_or_default();
-        (anchor, u64::try_from(since_epoch.as_micros()).unwrap_or(0))
-    };
     #[cfg(feature = "__lab")]
     if laboratory::START.get().is_some() {
-        return of(anchor());
+        return since_unix_epoch(anchor());
     }
-    *EPOCH.get_or_init(|| of(anchor()))
+    *EPOCH.get_or_init(|| since_unix_epoch(anchor()))
+}
+
+fn since_unix_epoch((anchor, wall): (Instant, SystemTime)) -> (Instant, u64) {
+    let since = wall
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    (anchor, u64::try_from(since.as_micros()).unwrap_or(0))
 }
 
 /// In the laboratory every run begins at the same wall time: windows of the clock and whole

@@ -82,12 +82,11 @@ const DAY: Duration = Duration::from_secs(86_400);
 impl Guard {
     /// Creates a guard that allows `bad` answers, for each key.
     pub fn new(bad: Quota) -> Self {
-        let counts = |status: StatusCode, signal: &Signal| {
-            matches!(status.as_u16(), 401 | 403 | 429) || signal.refusal().is_some()
-        };
         Guard {
             quota: bad,
-            counts: Arc::new(counts),
+            counts: Arc::new(|status: StatusCode, signal: &Signal| {
+                matches!(status.as_u16(), 401 | 403 | 429) || signal.refusal().is_some()
+            }),
             key: Arc::new(|key| key),
             first: DEFAULT_FIRST,
             longest: DEFAULT_LONGEST,

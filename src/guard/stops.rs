@@ -93,8 +93,8 @@ impl Stops {
 
     /// Returns the number of a stop that lasts for `span`.
     fn number(&self, span: Duration) -> u32 {
-        let is_at_least = |number: &u32| self.span(*number) + SAME_STOP >= span;
-        (1..20).find(is_at_least).unwrap_or(20)
+        let at_least = (1..20).find(|number| self.span(*number) + SAME_STOP >= span);
+        at_least.unwrap_or(20)
     }
 
     /// Returns for how long `key` is stopped.
@@ -188,12 +188,11 @@ impl Stops {
             |stops: &BTreeMap<Key, Stop>| stops.len() >= self.most && !stops.contains_key(&key);
         if is_full(stops) && cleaned.is_none_or(|at| clock::after(at, CLEANING) <= now) {
             *cleaned = Some(now);
-            // An own stop that is over says how long the next one is.
-            let counts_until = |stop: &Stop| match stop.is_own {
-                true => clock::after(stop.until, self.longest),
-                false => stop.until,
-            };
-            stops.retain(|_, stop| counts_until(stop) > now);
+            stops.retain(|_, stop| match stop.is_own {
+                // An own stop that is over says how long the next one is.
+                true => clock::after(stop.until, self.longest) > now,
+                false => stop.until > now,
+            });
         }
         if is_full(stops) && stop.is_own {
             let spare = stops

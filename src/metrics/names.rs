@@ -112,9 +112,12 @@ pub(super) fn gauge_of(value: &str) -> Option<&'static str> {
     names.find(|name| name.strip_prefix("tollgate_") == Some(value))
 }
 
+fn unit(name: &str) -> Option<Unit> {
+    name.ends_with("_seconds").then_some(Unit::Seconds)
+}
+
 /// Gives the recorder the unit and the meaning of each metric.
 pub(super) fn describe(recorder: &dyn Recorder) {
-    let unit = |name: &str| name.ends_with("_seconds").then_some(Unit::Seconds);
     for (name, text) in COUNTERS {
         recorder.describe_counter(KeyName::from_const_str(name), None, text.into());
     }

@@ -18,16 +18,11 @@ pub(super) struct QuotaNumbers {
 impl QuotaNumbers {
     /// Reads the quota of which the smallest fraction is left.
     pub(super) fn of(signal: &Signal) -> QuotaNumbers {
-        let share = |quota: &ObservedQuota| match (quota.remaining(), quota.limit()) {
-            (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
-            (Some(_), None) => 1.0,
-            (None, _) => f64::INFINITY,
-        };
         let requests = signal
             .quotas()
             .iter()
             .filter(|quota| quota.unit() == ObservedQuota::REQUESTS && !is_code(quota));
-        let Some(quota) = requests.min_by(|one, other| share(one).total_cmp(&share(other))) else {
+        let Some(quota) = requests.min_by(|one, other| left(one).total_cmp(&left(other))) else {
             return QuotaNumbers::default();
         };
         QuotaNumbers {
@@ -36,6 +31,15 @@ impl QuotaNumbers {
             window: quota.window().map(|span| span.as_secs_f64()),
             reset: quota.reset_after().map(|span| span.as_secs_f64()),
         }
+    }
+}
+
+/// Returns the fraction of a quota that is left.
+fn left(quota: &ObservedQuota) -> f64 {
+    match (quota.remaining(), quota.limit()) {
+        (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
+        (Some(_), None) => 1.0,
+        (None, _) => f64::INFINITY,
     }
 }
 
@@ -68,9 +72,9 @@ const SHORT_WAIT: Duration = Duration::from_secs(10);
 /// Returns the wait that a refusal explicitly asks for.
 pub(crate) fn wait_said(signal: &Signal) -> Option<Duration> {
     let wait = signal.asked_wait()?;
-    let is_reset = |quota: &ObservedQuota| quota.is_used_up() && quota.reset_after() == Some(wait);
-    let is_short_reset = wait < SHORT_WAIT && signal.quotas().iter().any(is_reset);
-    (!is_short_reset).then_some(wait)
+    let mut quotas = signal.quotas().iter();
+    let is_reset = quotas.any(|quota| quota.is_used_up() && quota.reset_after() == Some(wait));
+    (!is_reset || wait >= SHORT_WAIT).then_some(wait)
 }
 
 #[cfg(test)]

@@ -175,8 +175,8 @@ async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
     poll_fn(|cx| {
         // The waker is registered before the gate is looked at, so that no change is missed.
         let by = state.progress(|progress| {
-            let is_known = |waker: &Waker| waker.will_wake(cx.waker());
-            if !progress.wakers.iter().any(is_known) {
+            let mut wakers = progress.wakers.iter();
+            if !wakers.any(|waker| waker.will_wake(cx.waker())) {
                 progress.wakers.push(cx.waker().clone());
             }
             progress.by

@@ -129,8 +129,8 @@ impl KeyCounts {
 /// Returns a name as it may stand in a line of a log: at most 64 bytes, without characters that
 /// [hide or move](may_mislead) the text around them.
 pub(crate) fn shown(name: &str) -> Box<str> {
-    let ends = |(start, c): (usize, char)| start + c.len_utf8();
-    let fits = name.char_indices().take_while(|c| ends(*c) <= LONGEST_NAME);
+    let all = name.char_indices();
+    let fits = all.take_while(|(start, c)| start + c.len_utf8() <= LONGEST_NAME);
     let shown = fits.map(|(_, c)| if may_mislead(c) { '?' } else { c });
     shown.collect::<String>().into()
 }

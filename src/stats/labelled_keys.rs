@@ -107,12 +107,10 @@ impl LabelledKeys {
         for (key, place) in keys.iter_mut() {
             place.take_in(stats(*key).as_ref(), now);
         }
-        let is_idle = |place: &Place| now.saturating_duration_since(place.active_at) >= IDLE;
-        let idle: Vec<Key> = keys
+        let idle = keys
             .iter()
-            .filter(|(_, place)| is_idle(place))
-            .map(|(key, _)| *key)
-            .collect();
+            .filter(|(_, place)| now.saturating_duration_since(place.active_at) >= IDLE);
+        let idle: Vec<Key> = idle.map(|(key, _)| *key).collect();
         for key in idle {
             former.extend(keys.remove_entry(&key));
         }

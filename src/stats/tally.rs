@@ -117,16 +117,22 @@ const REPORT_AGAIN: Duration = Duration::from_secs(1);
 /// The most keys whose refusals are reported within [`REPORT_AGAIN`].
 const MOST_FLOODS: usize = 256;
 
+impl Flood {
+    /// Returns whether the next refusal is reported.
+    fn is_over(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.reported) >= REPORT_AGAIN
+    }
+}
+
 impl Floods {
     /// Returns whether a refusal of the key with this label is reported now. If so, returns how many were
     /// not reported since the last one that was.
     fn report(&self, label: &str) -> Option<u64> {
         let now = clock::now();
         let mut floods = lock(&self.0);
-        let is_over = |flood: &Flood| now.saturating_duration_since(flood.reported) >= REPORT_AGAIN;
         let is_known = floods.contains_key(label);
         if !is_known && floods.len() >= MOST_FLOODS {
-            floods.retain(|_, flood| !is_over(flood));
+            floods.retain(|_, flood| !flood.is_over(now));
         }
         // Beyond `MOST_FLOODS` keys, the refusals of further keys share a report.
         let has_room = is_known || floods.len() < MOST_FLOODS;
@@ -139,7 +145,7 @@ impl Floods {
             floods.insert(label.into(), flood);
             return Some(0);
         };
-        if !is_over(flood) {
+        if !flood.is_over(now) {
             flood.unreported += 1;
             return None;
         }
@@ -150,8 +156,9 @@ impl Floods {
 
 /// Returns whether a name may be that of a gate.
 pub(crate) fn is_series_name(name: &str) -> bool {
-    let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"_.-/: ".contains(&byte);
-    (1..=64).contains(&name.len()) && name.bytes().all(is_allowed)
+    let mut letters = name.bytes();
+    (1..=64).contains(&name.len())
+        && letters.all(|byte| byte.is_ascii_alphanumeric() || b"_.-/: ".contains(&byte))
 }
 
 fn read<const N: usize>(counts: &[AtomicU64; N]) -> [u64; N] {
@@ -256,13 +263,13 @@ impl Tally {
     /// last of `most` in a row.
     pub(crate) fn count_pair(&self, is_pair: bool, most: u32) -> bool {
         const REPORTED: u32 = u32::MAX;
-        let count = |pairs| match pairs {
+        let order = Ordering::Relaxed;
+        let counted = self.pairs.fetch_update(order, order, |pairs| match pairs {
             REPORTED => None,
             _ if !is_pair => (pairs > 0).then_some(0),
             pairs if pairs + 1 >= most => Some(REPORTED),
             pairs => Some(pairs + 1),
-        };
-        let counted = (self.pairs).fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
+        });
         is_pair && counted.is_ok_and(|before| before + 1 >= most)
     }
 

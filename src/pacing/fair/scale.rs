@@ -315,12 +315,12 @@ impl Scale {
         let mut seen = self.watch.map(|watch| (watch.since, watch.remaining));
         codec.moment(&mut reset_at);
         codec.number_at(&mut seen);
-        let watch = |(reset_at, (since, remaining))| ResetWatch {
+        let watch = reset_at.zip(seen);
+        self.watch = watch.map(|(reset_at, (since, remaining))| ResetWatch {
             reset_at,
             since,
             remaining,
-        };
-        self.watch = reset_at.zip(seen).map(watch);
+        });
         codec.number_at(&mut self.last);
         self.short.share(codec);
         self.limit = self.limit.filter(|limit| *limit >= 1.0);

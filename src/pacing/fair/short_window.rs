@@ -285,12 +285,12 @@ impl ShortWindow {
         let mut seen = self.last.map(|last| (last.now, last.remaining));
         codec.moment(&mut sent);
         codec.number_at(&mut seen);
-        let look = |(sent, (now, remaining))| Look {
+        let last = sent.zip(seen);
+        self.last = last.map(|(sent, (now, remaining))| Look {
             sent,
             now,
             remaining,
-        };
-        self.last = sent.zip(seen).map(look);
+        });
         codec.small_count(&mut self.doubts);
         self.length = self.length.clamp(0.0, LONGEST);
     }
