@@ -26,7 +26,7 @@ pub fn answered_or_back(
     signal: &Signal,
     arrived: Instant,
 ) -> Option<impl Future<Output = Result<ThrottlePermit, Limited>> + Send> {
-    let back = permit.answered_or_back(signal, None, arrived);
+    let back = permit.end(signal, None, true, arrived);
     let back = back.transpose()?;
     Some(async { back?.permit().await })
 }

@@ -219,16 +219,12 @@ impl Gate for AdaptiveThrottleLayer {
         show_wait_of(&permit, response);
         let arrived = clock::now();
         let (signal, status) = policy.read(permit.key(), permit.host(), response, arrived);
-        let limited = match repeat {
-            Some(repeat) => match permit.answered_or_back(&signal, status, arrived) {
-                Ok(Some(wait)) => return Departure::Retry(wait, repeat),
-                Ok(None) => None,
-                Err(limited) => Some(limited),
-            },
-            None => permit.answered_at(&signal, status, arrived),
-        };
-        match limited {
-            Some(limited) if policy.error_on_limit() => Departure::Refuse(limited),
+        match (
+            permit.end(&signal, status, repeat.is_some(), arrived),
+            repeat,
+        ) {
+            (Ok(Some(wait)), Some(repeat)) => Departure::Retry(wait, repeat),
+            (Err(limited), _) if policy.error_on_limit() => Departure::Refuse(limited),
             _ => Departure::Pass(None),
         }
     }

@@ -211,37 +211,18 @@ impl ThrottlePermit {
     /// Ends the permit with what the response states. If the upstream refused the request, returns
     /// the error for it, which the caller may ignore.
     pub fn answered(self, signal: &Signal) -> Option<Limited> {
-        self.answered_at(signal, None, clock::now())
+        self.end(signal, None, false, clock::now()).err()
     }
 
-    /// Ends the permit as [`answered`](ThrottlePermit::answered) does, with a response that arrived
-    /// at `now`. `status` is that of the response, if it has one.
-    pub(crate) fn answered_at(
-        mut self,
-        signal: &Signal,
-        status: Option<StatusCode>,
-        now: Instant,
-    ) -> Option<Limited> {
-        self.end(signal, status, false, now).err()
-    }
-
-    /// Ends the permit as [`answered_at`](ThrottlePermit::answered_at) does. If the upstream refused the request, and it
-    /// can be sent again in time, returns its wait in its old place.
+    /// Ends the permit as [`answered`](ThrottlePermit::answered) does, with a response that arrived at `now`. `status` is
+    /// that of the response, if it has one. If the request `may_be_back`, the upstream refused it, and it can be sent again
+    /// in time, returns its wait in its old place.
     ///
     /// # Errors
     ///
     /// That of the refusal, if the request has no time to wait, or may not be sent again.
-    pub(crate) fn answered_or_back(
+    pub(crate) fn end(
         mut self,
-        signal: &Signal,
-        status: Option<StatusCode>,
-        now: Instant,
-    ) -> Result<Option<Box<PaceWait>>, Limited> {
-        self.end(signal, status, true, now)
-    }
-
-    fn end(
-        &mut self,
         signal: &Signal,
         status: Option<StatusCode>,
         may_be_back: bool,

@@ -290,7 +290,7 @@ async fn call(
         clock::sleep_until(clock::now() + Duration::from_millis(caller.takes)).await;
         let (refused, left, wait) = caller.answers[attempt.min(caller.answers.len() - 1)];
         let signal = signal(refused && attempt < caller.answers.len(), left, wait);
-        match permit.answered_or_back(&signal, None, clock::now()) {
+        match permit.end(&signal, None, true, clock::now()) {
             Ok(Some(wait)) => {
                 if attempt > 0 {
                     // After its second refusal it goes behind the others.
