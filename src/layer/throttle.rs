@@ -14,7 +14,7 @@ use super::service::edge;
 use super::throttle_builder::AdaptiveThrottleBuilder;
 use crate::admission::Admission;
 use crate::clock;
-use crate::error::Limited;
+use crate::error::{Limited, Reason};
 use crate::key::{HostKey, RequestInfo, RequestRef};
 use crate::limiter::{Because, Waited, refusal_of_throttle};
 #[cfg(doc)]
@@ -151,7 +151,8 @@ impl Gate for AdaptiveThrottleLayer {
         let mut host = HostKey::of(request);
         let read = self.extractors.read(request, &mut host, None);
         let Some(reading) = read else {
-            return Admission::No(self.throttle.no_key());
+            let (never, now) = (Refusal::NEVER, clock::now());
+            return (self.throttle).refuse(None, Reason::NoKey, "none".into(), never, now);
         };
         let Reading { key, deadline, .. } = reading;
         let reads_kind = self.reads_kinds || is_any_suspected();
@@ -165,8 +166,8 @@ impl Gate for AdaptiveThrottleLayer {
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
         let begun = match refusal_of_throttle() {
             Some(reason) => {
-                self.throttle
-                    .refuse(key, reason, label(), Refusal::NEVER, clock::now())
+                let (never, now) = (Refusal::NEVER, clock::now());
+                (self.throttle).refuse(Some(key), reason, label(), never, now)
             }
             None => self.throttle.begin(entry, label),
         };

@@ -502,7 +502,7 @@ fn refuse(first: &NewPart, reason: Reason) -> Limited {
     let now = clock::now();
     let refused = core.refused_request(entry.key);
     let limited = refused.refuse(reason, Refusal::NEVER, now);
-    core.refused(entry.key, &limited);
+    core.refused(Some(entry.key), &limited);
     limited
 }
 

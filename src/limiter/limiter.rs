@@ -669,7 +669,7 @@ impl Limiter {
         };
         let request = RefusedRequest::new("none".into(), limit);
         let limited = request.refuse(reason, Refusal::NEVER, now);
-        first.0.first.refused_without_key(&limited);
+        first.0.first.refused(None, &limited);
         limited
     }
 

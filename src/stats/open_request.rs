@@ -145,7 +145,7 @@ impl<G: Gate> OpenRequest<G> {
     pub(crate) fn refuse(&mut self, limited: Limited) -> Limited {
         let limited = self.as_drained(limited);
         if self.close(Some(DrainedAs::Refused)) && self.counts {
-            self.gate.refused(self.key, &limited);
+            self.gate.refused(Some(self.key), &limited);
         }
         self.span.refused(&limited);
         limited

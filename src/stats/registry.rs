@@ -53,23 +53,16 @@ pub(crate) trait Gate: Send + Sync {
         self.tally().give_back(elsewhere);
     }
 
-    /// Counts a request of `key` that is refused, and reports it.
-    fn refused(&self, key: Key, limited: &Limited) {
+    /// Counts a request that is refused, of `key` if it has one, and reports it.
+    fn refused(&self, key: Option<Key>, limited: &Limited) {
         let outcome = self.tally().refusal(limited);
         let mut count = |counts: &mut KeyCounts| {
             counts.count(outcome);
             counts.note_label(limited.report().key());
         };
-        if !self.visit_counts(key, &mut count) {
+        if !key.is_some_and(|key| self.visit_counts(key, &mut count)) {
             self.tally().count(outcome);
         }
-        events::limited(self.tally(), limited);
-    }
-
-    /// Counts and reports the refusal of a request without a key.
-    fn refused_without_key(&self, limited: &Limited) {
-        let outcome = self.tally().refusal(limited);
-        self.tally().count(outcome);
         events::limited(self.tally(), limited);
     }
 

@@ -398,10 +398,10 @@ impl Throttle {
         let bound = WaitBound::new(deadline, now, settings.max_wait, Duration::ZERO);
         let max_queue = settings.max_queue;
         if self.core.tally().is_draining() {
-            return self.refuse(key, Reason::Draining, label(), Refusal::NEVER, now);
+            return self.refuse(Some(key), Reason::Draining, label(), Refusal::NEVER, now);
         }
         if bound.latest < now {
-            return self.refuse(key, Reason::Deadline, label(), Refusal::NEVER, now);
+            return self.refuse(Some(key), Reason::Deadline, label(), Refusal::NEVER, now);
         }
         let arrival = self.core.open(key, now, |waiters, wakers| {
             let arrival = waiters.arrived(kind, bound, max_queue, now, wakers);
@@ -420,13 +420,13 @@ impl Throttle {
             Ok((Arrival::Full, _)) => (Reason::QueueFull(max_queue), Refusal::NEVER),
             Err(Full) => (Reason::TooManyKeys(settings.max_keys), Refusal::NEVER),
         };
-        self.refuse(key, reason, label(), refusal, now)
+        self.refuse(Some(key), reason, label(), refusal, now)
     }
 
-    /// Refuses a request that arrives now.
+    /// Refuses a request that arrives now, and counts it. The `label` of a request without a key is `none`.
     pub(crate) fn refuse(
         &self,
-        key: Key,
+        key: Option<Key>,
         reason: Reason,
         label: Label,
         refusal: Refusal,
@@ -436,15 +436,6 @@ impl Throttle {
             RefusedRequest::of_pace(label, Duration::ZERO, 0).refuse(reason, refusal, now);
         self.core.refused(key, &limited);
         Admission::No(limited)
-    }
-
-    /// Returns the error of a request without a key.
-    pub(crate) fn no_key(&self) -> Limited {
-        let now = clock::now();
-        let request = RefusedRequest::of_pace("none".into(), Duration::ZERO, 0);
-        let limited = request.refuse(Reason::NoKey, Refusal::NEVER, now);
-        self.core.refused_without_key(&limited);
-        limited
     }
 }
 
