@@ -59,6 +59,7 @@ mod waiters;
 
 use std::fmt;
 use std::future::poll_fn;
+use std::ops::ControlFlow;
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -358,8 +359,8 @@ impl Throttle {
                 waiters.sync.poll_written(&waiters.queue, mark, now, cx)
             });
             let at = match polled {
-                Some(Ok(done)) => return Poll::Ready(done),
-                Some(Err(at)) => at,
+                Some(ControlFlow::Break(written)) => return Poll::Ready(written),
+                Some(ControlFlow::Continue(at)) => at,
                 // The key was evicted to make room for others.
                 None => return Poll::Ready(Err(StoreError::Lost)),
             };

@@ -5,6 +5,7 @@
 //! late, or was lost, the next change of the key starts another one. A task that was replaced ends
 //! once it notices that its number is out of date.
 
+use std::ops::ControlFlow;
 use std::task::{Context, Waker};
 use std::time::{Duration, Instant};
 
@@ -77,31 +78,26 @@ impl SyncSupervisor {
             && self.late_at(queue).is_some_and(|at| at <= now)
     }
 
-    /// Polls the wait until the register has everything that happened before `mark`. `Ok` is how
-    /// the wait ended. `Err` is no error: the wait goes on, and the task is woken when the register
-    /// was written. The caller has to poll again at this moment at the latest.
+    /// Polls the wait until the register has everything that happened before `mark`. If it goes on, the task is woken when
+    /// the register was written, and the caller has to poll again at the returned moment at the latest.
     pub(super) fn poll_written(
         &mut self,
         queue: &PacedQueue,
         mark: LogMark,
         now: Instant,
         cx: &Context<'_>,
-    ) -> Result<Result<(), StoreError>, Instant> {
+    ) -> ControlFlow<Result<(), StoreError>, Instant> {
         match queue.is_written(mark) {
             Ok(false) => {}
-            Ok(true) => return Ok(Ok(())),
-            Err(error) => return Ok(Err(error)),
+            Ok(true) => return ControlFlow::Break(Ok(())),
+            Err(error) => return ControlFlow::Break(Err(error)),
         }
-        if !self
-            .written_wakers
-            .iter()
-            .any(|waker| waker.will_wake(cx.waker()))
-        {
+        let mut wakers = self.written_wakers.iter();
+        if !wakers.any(|waker| waker.will_wake(cx.waker())) {
             self.written_wakers.push(cx.waker().clone());
         }
-        Err(self
-            .late_at(queue)
-            .unwrap_or_else(|| clock::after(now, LONGEST_START)))
+        let late_at = self.late_at(queue);
+        ControlFlow::Continue(late_at.unwrap_or_else(|| clock::after(now, LONGEST_START)))
     }
 
     /// Wakes the tasks that wait until the register is written.
