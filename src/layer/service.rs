@@ -408,12 +408,14 @@ where
                 if let Some(gate) = &waited.gate {
                     gate.sends(&waited.unsent.request);
                 }
-                let Unsent {
-                    mut inner,
-                    request,
-                    clone,
-                } = waited.unsent;
-                state.set(GatedState::calling(call, &mut inner, request, clone));
+                let unsent = waited.unsent;
+                let mut inner = unsent.inner;
+                state.set(GatedState::calling(
+                    call,
+                    &mut inner,
+                    unsent.request,
+                    unsent.clone,
+                ));
                 Poll::Ready(Ok(()))
             }
             StateProj::Refused { limited } => {
@@ -427,14 +429,9 @@ where
                     .take()
                     .expect("it leaves this state when it is polled");
                 let (gate, unsent) = *comes;
-                let Unsent {
-                    inner,
-                    request,
-                    clone,
-                } = unsent;
                 forget_panic();
-                let mut service = RateLimit::<S, L>::new(gate, inner);
-                state.set(service.begin(request, clone).state);
+                let mut service = RateLimit::<S, L>::new(gate, unsent.inner);
+                state.set(service.begin(unsent.request, unsent.clone).state);
                 Poll::Ready(Ok(()))
             }
         }
