@@ -129,7 +129,6 @@ impl<'a> NewKey<'a> {
 /// Whether any gate of this process has a guard.
 static IS_ANY: AtomicBool = AtomicBool::new(false);
 
-/// Notes that a gate of this process has a guard.
 pub(crate) fn note_any() {
     IS_ANY.store(true, Ordering::Relaxed);
 }

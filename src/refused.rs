@@ -19,7 +19,6 @@ pub(crate) struct RefusedRequest {
     /// The name of its key.
     pub(crate) label: Label,
     pub(crate) limit: LimitName,
-    /// How long it has waited.
     pub(crate) waited: Duration,
     /// How often it waited for a slot: see [`LimitedInfo::turns`].
     pub(crate) turns: u32,

@@ -58,7 +58,6 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    /// Makes pauses from `shortest` to `longest`.
     pub(crate) const fn between(shortest: Duration, longest: Duration) -> Self {
         Backoff {
             next: shortest,

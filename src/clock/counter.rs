@@ -97,7 +97,6 @@ pub(crate) fn now_by_counter() -> Moment {
     }
 }
 
-/// Returns the time by `counter`.
 #[inline]
 fn by(counter: &quanta::Clock) -> Moment {
     let ticks = counter.raw();

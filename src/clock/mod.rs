@@ -211,12 +211,10 @@ pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
     instant.checked_add(span.min(FAR)).unwrap_or(instant)
 }
 
-/// Waits until `instant`.
 pub(crate) async fn sleep_until(instant: Instant) {
     tokio::time::sleep_until(instant.into()).await;
 }
 
-/// Waits for `span`.
 pub(crate) async fn sleep(span: Duration) {
     sleep_until(after(now(), span)).await;
 }

@@ -35,7 +35,6 @@ impl Moment {
         self.0
     }
 
-    /// Returns the moment as an [`Instant`].
     #[inline]
     pub(crate) fn instant(self) -> Instant {
         let (asked, _) = anchor();

@@ -37,7 +37,6 @@ type MakeLimiter = Box<dyn FnOnce() -> Limiter + Send>;
 /// Most keys of one stop for which a gate reports an event. All are counted.
 const MOST_EVENTS: usize = 100;
 
-/// The guard of one layer.
 pub(crate) struct BanGuard {
     counts: Arc<Counts>,
     key: Arc<KeyOf>,

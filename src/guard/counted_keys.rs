@@ -13,7 +13,6 @@ use crate::locks::lock;
 /// Keys that count under one key, each with the number of its states: a gate for each class has one.
 type Keys = HashMap<Key, u32>;
 
-/// The keys of the gates of a guard.
 #[derive(Default)]
 pub(super) struct CountedKeys(Mutex<HashMap<Key, Keys>>);
 

@@ -126,7 +126,6 @@ impl Guard {
         self
     }
 
-    /// Checks that each setting is in its range.
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         let out_of_range =
             |value: String, allowed| Err(ConfigError::out_of_range("guard", value, allowed));

@@ -56,7 +56,6 @@ enum KeyOf {
 type Extractor<T> = Arc<dyn Fn(&RequestRef<'_>) -> T + Send + Sync>;
 
 impl Extractors {
-    /// Sets the key function.
     pub(super) fn set_key<F, K>(&mut self, key: F)
     where
         F: Fn(&RequestRef<'_>) -> K + Send + Sync + 'static,
@@ -117,7 +116,6 @@ impl Extractors {
         id.map_err(|error| Reason::InvalidQuota(Arc::new(error)))
     }
 
-    /// Reads the class of `request`.
     pub(super) fn read_class<R: RequestInfo>(&self, request: &R) -> Option<&'static str> {
         match (class_in_extensions(request), &self.class) {
             (Some(class), _) => Some(class),
@@ -249,7 +247,6 @@ fn names_something(segment: &str) -> bool {
     !segment.is_empty() && segment != "api" && !is_version
 }
 
-/// Returns the class in the extensions of `request`.
 pub(super) fn class_in_extensions<R: RequestInfo>(request: &R) -> Option<&'static str> {
     let Class(class) = request.extensions()?.get::<Class>()?;
     Some(class)

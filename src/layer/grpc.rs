@@ -211,7 +211,6 @@ where
 
 /// A call whose trailers have not arrived.
 trait OpenCall: Send + Sync {
-    /// Polls for the loss of the call's in-flight slot.
     fn poll_lost(&self, cx: &mut Context<'_>) -> Poll<Limited>;
 
     /// Ends the call, with its trailers if there are any.
@@ -350,7 +349,6 @@ impl<B> fmt::Debug for GrpcBody<B> {
     }
 }
 
-/// Makes an error of this crate a response.
 fn as_response<B>(
     result: Result<http::Response<GrpcBody<B>>, Error>,
 ) -> Result<http::Response<GrpcBody<B>>, Error> {

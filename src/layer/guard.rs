@@ -12,7 +12,6 @@ use crate::quota::Slacks;
 use crate::stats::Tally;
 use crate::store::{MemoryStore, Store};
 
-/// Builds the guard of a layer, if it has one.
 pub(super) fn build(
     common: &Common,
     store: &Arc<dyn Store>,

@@ -221,7 +221,6 @@ impl RateLimitLayer {
         std::iter::once(&self.first).chain(self.further.iter())
     }
 
-    /// Returns the limiters of all limits.
     fn limiters(&self) -> impl Iterator<Item = &Limiter> {
         self.limits().map(|limit| &limit.limiter)
     }

@@ -856,7 +856,6 @@ impl RateLimitBuilder {
         Ok(())
     }
 
-    /// Checks that each setting is in its range.
     fn check(&self) -> Result<(), ConfigError> {
         self.common.check()?;
         at_most(

@@ -208,7 +208,6 @@ mod middleware {
         }
     }
 
-    /// Brings `request` to `gate`.
     fn enter<G: Gate>(gate: &G, request: &RequestRef<'_>) -> Admission<G::Call, G::Wait> {
         match gate.enter_fast(request) {
             Ok(admitted) => Admission::Go(gate.sent(admitted)),
@@ -216,7 +215,6 @@ mod middleware {
         }
     }
 
-    /// Waits until the request may be sent.
     async fn wait_for_permit<G: Gate>(
         gate: &G,
         mut wait: G::Wait,

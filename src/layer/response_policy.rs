@@ -36,7 +36,6 @@ pub(super) struct Policy {
 }
 
 impl ResponsePolicy {
-    /// Returns whether a refusal by the upstream becomes an error.
     pub(super) fn error_on_limit(&self) -> bool {
         self.0.as_ref().is_some_and(|policy| policy.error_on_limit)
     }
@@ -47,7 +46,6 @@ impl ResponsePolicy {
         self.0.is_none()
     }
 
-    /// Returns the closure that changes signals, if one was set.
     pub(super) fn dialect(&self) -> Option<&Dialect> {
         self.0.as_ref()?.dialect.as_ref()
     }

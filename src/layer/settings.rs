@@ -12,7 +12,6 @@ use crate::store::{MemoryStore, Store};
 
 /// The settings that both builders have. [`common_setters!`] makes their setters.
 pub(super) struct Common {
-    /// The name of the layer in stats.
     pub(super) name: Option<&'static str>,
     pub(super) extractors: Extractors,
     /// `None`: each builder has a default of its own.
@@ -52,7 +51,6 @@ impl Common {
         }
     }
 
-    /// Returns the name of the layer in stats.
     pub(super) fn name(&self) -> &'static str {
         self.name.unwrap_or(Tally::DEFAULT_NAME)
     }
@@ -71,7 +69,6 @@ impl Common {
         tally
     }
 
-    /// Checks that each setting is in its range.
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         at_most("max_wait", self.max_wait, DAY, "at most a day")?;
         at_most("max_hold", self.max_hold, DAY, "at most a day")?;
@@ -91,7 +88,6 @@ impl Common {
         check_name("name", self.name())
     }
 
-    /// Adds the settings that a builder shows in its `Debug`.
     pub(super) fn debug(&self, shown: &mut fmt::DebugStruct<'_, '_>) {
         shown
             .field("extractors", &self.extractors)
@@ -109,7 +105,6 @@ pub(super) fn check_name(setting: &'static str, name: &str) -> Result<(), Config
     )
 }
 
-/// Returns an error if `value` is above `most`.
 pub(super) fn at_most(
     setting: &'static str,
     value: Duration,

@@ -69,9 +69,7 @@ pub(super) struct DrainState {
 /// How a request that waited counts in a drain.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum DrainedAs {
-    /// It left in time.
     Left,
-    /// It was refused.
     Refused,
 }
 
@@ -138,7 +136,6 @@ impl DrainState {
 /// How often the task yields after the deadline, so that waiting tasks take in that they are refused.
 const MOST_YIELDS: u32 = 16;
 
-/// Drains `gate`.
 pub(crate) async fn drain<G: Gate + ?Sized>(
     gate: Arc<G>,
     within: Duration,

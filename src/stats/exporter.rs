@@ -31,7 +31,6 @@ pub(crate) fn export_to(exporter: Exporter) {
     let _ = EXPORTER.set(exporter);
 }
 
-/// Returns whether there is an exporter.
 #[cfg(feature = "redis")]
 pub(crate) fn is_exporting() -> bool {
     EXPORTER.get().is_some()

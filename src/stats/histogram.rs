@@ -28,7 +28,6 @@ const BOUNDS: [u64; 17] = [
 #[cfg(feature = "metrics")]
 pub(crate) const WAIT_SECONDS: [f64; BOUNDS.len()] = seconds(&BOUNDS);
 
-/// Returns bounds in seconds.
 #[cfg(feature = "metrics")]
 pub(crate) const fn seconds(bounds: &[u64; BOUNDS.len()]) -> [f64; BOUNDS.len()] {
     let mut seconds = [0.0; BOUNDS.len()];

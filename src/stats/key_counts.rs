@@ -30,7 +30,6 @@ pub(crate) struct Counted {
 }
 
 impl Counted {
-    /// Adds the counts of a key.
     pub(crate) fn add(&mut self, counts: &KeyCounts) {
         self.add_passed(counts.passed, counts.units);
         // Most keys of a program with many keys have none.
@@ -100,7 +99,6 @@ impl KeyCounts {
         self.units
     }
 
-    /// Returns the name of the key, if it has one.
     pub(crate) fn name(&self) -> Option<&str> {
         self.more.as_ref()?.name.as_deref()
     }

@@ -23,7 +23,6 @@ const MOST_CANDIDATES: usize = 1000;
 /// What was counted of the requests of a key since it got a place.
 #[derive(Clone, Debug)]
 pub(crate) struct KeySeries {
-    /// The name of the key.
     pub(crate) name: Box<str>,
     pub(crate) counted: Counted,
 }

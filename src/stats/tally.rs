@@ -75,7 +75,6 @@ pub(crate) struct Tally {
     upstream_refusals: Mutex<Vec<(StatusCode, u64)>>,
     holds: [AtomicU64; Cause::ALL.len()],
     classes: ClassCheck,
-    /// How many requests were sent again.
     sent_again: AtomicU64,
     /// How many requests of the layer in a row came right behind a permit by hand. `u32::MAX` once that was reported.
     pairs: AtomicU32,
@@ -191,13 +190,11 @@ impl Tally {
         self.labelled.set_most(most);
     }
 
-    /// Returns the keys that have metrics of their own.
     #[cfg(feature = "metrics")]
     pub(super) fn labelled(&self) -> &LabelledKeys {
         &self.labelled
     }
 
-    /// Returns the name of the gate.
     pub(crate) fn name(&self) -> Arc<str> {
         self.name.clone()
     }
@@ -249,12 +246,10 @@ impl Tally {
         self.holds[cause as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns what is known of the classes of requests.
     pub(crate) fn classes(&self) -> &ClassCheck {
         &self.classes
     }
 
-    /// Counts a request that is sent again.
     pub(crate) fn count_sent_again(&self) {
         self.sent_again.fetch_add(1, Ordering::Relaxed);
     }
@@ -319,7 +314,6 @@ impl Tally {
         }
     }
 
-    /// Returns how many requests wait.
     pub(super) fn waiting(&self) -> usize {
         lock(&self.waiting).len()
     }

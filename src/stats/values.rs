@@ -195,7 +195,6 @@ impl GateState {
     }
 }
 
-/// The pace of a throttle.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct PaceStats {
     /// How many requests may leave in a second, over all processes that share the pace. `None` if the
@@ -272,7 +271,6 @@ impl Requests {
     }
 }
 
-/// How a request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Passed,

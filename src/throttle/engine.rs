@@ -22,7 +22,6 @@ use crate::stats::{self, Cause, Tally};
 use crate::store::{self, Store, StoreEvent, StoreListener};
 use crate::wakers::Wakers;
 
-/// The settings of a throttle.
 pub(crate) struct ThrottleSettings {
     /// Makes the pace of each key.
     pub(crate) pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
@@ -110,7 +109,6 @@ impl ThrottleCore {
         Ok(core)
     }
 
-    /// Returns whether processes share the pace.
     pub(super) fn is_shared(&self) -> bool {
         self.shared.is_some()
     }

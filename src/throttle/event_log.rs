@@ -80,7 +80,6 @@ impl EventLog {
         self.events.iter().any(FleetEvent::is_release)
     }
 
-    /// Adds an event.
     pub(super) fn push(&mut self, event: FleetEvent) {
         self.events.push(event);
         self.count += 1;

@@ -33,7 +33,6 @@ struct PaceText<'a> {
     now: Instant,
 }
 
-/// Explains what would happen to a request of `key`.
 pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
     let now = clock::now();
     let known = core.find(key, |waiters| KnownKey {

@@ -23,7 +23,6 @@ pub(super) struct LocalQueue {
     pub(super) in_flight: usize,
 }
 
-/// A request in the queue.
 #[derive(Debug)]
 pub(super) struct QueuedCall {
     pub(super) call: CallState,
@@ -75,7 +74,6 @@ impl LocalQueue {
         }
     }
 
-    /// Returns when the next request awakes.
     pub(super) fn awakes_at(&self) -> Option<Instant> {
         self.asleep.first_key_value().map(|((at, _), _)| *at)
     }
@@ -105,7 +103,6 @@ impl LocalQueue {
         }
     }
 
-    /// Returns when the first waiter arrived.
     pub(super) fn first_since(&self) -> Option<Instant> {
         self.waiting.first_key_value().map(|(_, call)| call.since)
     }

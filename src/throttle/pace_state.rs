@@ -13,13 +13,11 @@ use crate::signal::{ObservedQuota, Signal};
 /// How long an unanswered probe keeps the other requests waiting.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The longest hold.
 pub(super) const LONGEST_HOLD: Duration = Duration::from_secs(86_400);
 
 #[derive(Debug)]
 pub(super) struct PaceState {
     pub(super) pace: Box<dyn Pace>,
-    /// When the last request left.
     pub(super) last_sent: Option<Instant>,
     /// Whether any request was answered. Before the first answer one request, the probe, leaves
     /// alone.
@@ -201,7 +199,6 @@ impl PaceState {
         self.held_until = self.held_until.max(Some(until));
     }
 
-    /// Ends the hold.
     pub(super) fn release(&mut self) {
         self.held_until = None;
         self.releases = self.releases.saturating_add(1);

@@ -281,7 +281,6 @@ impl PacedQueue {
         *held_until = held_until.and_then(|until| until.checked_sub(span));
     }
 
-    /// Ends the hold of the key.
     pub(super) fn release(&mut self, now: Instant) {
         self.local.pace_state.release();
         if let Some(sharing) = &mut self.sharing {

@@ -164,7 +164,6 @@ impl PeerView {
         value
     }
 
-    /// Notes that the store has written `cas`.
     pub(super) fn written(&mut self, cas: PendingCas, version: u64, now: Instant) {
         self.me = cas.me;
         self.written_first = cas.first;

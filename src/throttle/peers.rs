@@ -141,7 +141,6 @@ impl Peers {
         self.others.iter_mut().for_each(|peer| peer.share(codec));
     }
 
-    /// Removes and returns the entry of a process.
     pub(super) fn take(&mut self, id: u64) -> Option<Peer> {
         let index = self.others.iter().position(|other| other.id == id)?;
         Some(self.others.swap_remove(index))

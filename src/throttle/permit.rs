@@ -200,7 +200,6 @@ impl ThrottlePermit {
             .map_or(Duration::ZERO, |waited| waited.span)
     }
 
-    /// Returns the label of the permit's key.
     pub(crate) fn label(&self) -> Label {
         match &self.waited {
             Some(waited) => waited.label.clone(),
@@ -338,7 +337,6 @@ pub(crate) struct PaceWait {
 }
 
 impl PaceWait {
-    /// Waits for the permit.
     pub(crate) async fn permit(mut self: Box<Self>) -> Result<ThrottlePermit, Limited> {
         loop {
             let turn = (&mut self).await?;
@@ -389,7 +387,6 @@ impl PaceWait {
         held_until.flatten().is_some_and(|until| until > by)
     }
 
-    /// Gives up the place in the queue.
     fn give_place_up(&mut self, now: Instant) {
         if let Some(number) = self.number.take() {
             let PacedRequest { core, entry, .. } = &self.request;

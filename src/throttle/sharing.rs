@@ -106,7 +106,6 @@ impl Sharing {
         }
     }
 
-    /// Returns the slot of the queue.
     fn slot(&self, local: &LocalQueue) -> Option<Instant> {
         local.pace_state.slot(self.load(local))
     }

@@ -405,7 +405,6 @@ impl Waiters {
         })
     }
 
-    /// Ends the hold of the key.
     pub(super) fn release(&mut self, now: Instant, wakers: &mut Wakers) {
         self.last_used = now;
         self.queue.release(now);

@@ -81,7 +81,6 @@ struct Table {
     router: Router,
 }
 
-/// One row of the table.
 struct RouteRow {
     pattern: Pattern,
     quota: Quota,
@@ -222,7 +221,6 @@ impl Routes {
         })
     }
 
-    /// Returns the quota of the first route.
     pub(super) fn first_quota(&self) -> Option<Quota> {
         self.table.rows.first().map(|row| row.quota)
     }

@@ -10,7 +10,6 @@ use crate::key::Key;
 /// The most segments that a path may have. A lookup goes one call deeper for each.
 const MOST_SEGMENTS: usize = 64;
 
-/// The pattern of a route.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Pattern {
     /// As the user wrote it.
