@@ -211,6 +211,11 @@ pub(crate) fn after(instant: Instant, span: Duration) -> Instant {
     instant.checked_add(span.min(FAR)).unwrap_or(instant)
 }
 
+/// `span` before `instant`, or `instant` if the clock shows no moment that early.
+pub(crate) fn before(instant: Instant, span: Duration) -> Instant {
+    instant.checked_sub(span).unwrap_or(instant)
+}
+
 pub(crate) async fn sleep_until(instant: Instant) {
     tokio::time::sleep_until(instant.into()).await;
 }

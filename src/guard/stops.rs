@@ -77,7 +77,7 @@ impl Stops {
         let slept = by_key.sleep.look_now();
         if !slept.is_zero() {
             for stop in by_key.stops.values_mut() {
-                stop.until = stop.until.checked_sub(slept).unwrap_or(stop.until);
+                stop.until = clock::before(stop.until, slept);
             }
         }
         act(&mut by_key)

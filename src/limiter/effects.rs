@@ -223,7 +223,7 @@ impl Core {
         let now = clock::now();
         let settings = &self.settings;
         // The store counts units for longer if the upstream counts late. These are counted already.
-        let sent_at = now.checked_sub(settings.counted_within).unwrap_or(now);
+        let sent_at = clock::before(now, settings.counted_within);
         let charged = self.with_new_state(key, now, |state, ctx| {
             state.charge(ctx, units, sent_at, permit);
         });

@@ -258,7 +258,7 @@ pub(crate) fn slow(
         }
         Poll::Ready(Err(stopped)) => {
             let limited = request.error_of(stopped, &label(), None, now);
-            core.refused(entry.key, &limited);
+            core.refused(Some(entry.key), &limited);
             Admission::No(limited)
         }
         Poll::Pending => Admission::Wait(Wait::begin(request, now, label())),

@@ -188,7 +188,7 @@ impl PaceState {
         );
         if let (Some(slot), Some(last)) = (self.pace.slot(&traffic), self.last_sent) {
             let part = slot.saturating_duration_since(last).mul_f64(dice.roll());
-            self.last_sent = last.checked_sub(part).or(Some(last));
+            self.last_sent = Some(clock::before(last, part));
             let held_until = self.held_until.filter(|until| *until > now);
             self.held_until = held_until.map(|until| clock::after(until, part));
         }

@@ -181,7 +181,7 @@ impl PeerView {
         read_at: Instant,
         now: Instant,
     ) -> bool {
-        let written_at = read_at.checked_sub(register.age).unwrap_or(read_at);
+        let written_at = clock::before(read_at, register.age);
         self.version = Some(register.version);
         self.version_seen_at = now;
         let mut peers = Peers::default();
@@ -208,7 +208,7 @@ impl PeerView {
         let since = first
             .and_then(|first| Duration::try_from_secs_f64(first).ok())
             .unwrap_or_default();
-        let seen = written_at.checked_sub(since).unwrap_or(written_at);
+        let seen = clock::before(written_at, since);
         // A larger distance means another register, or a clock that was stepped or drifts.
         let known = self
             .origin

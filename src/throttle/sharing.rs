@@ -326,7 +326,7 @@ impl Sharing {
             if cas.writes && self.view.version != Some(register.version) {
                 self.on_conflict(local, now);
             }
-            let read_at = now.checked_sub(round_trip / 2).unwrap_or(now);
+            let read_at = clock::before(now, round_trip / 2);
             self.adopt(local, &register, read_at, now);
         }
         if let Some(received) = self.received.take() {

@@ -424,7 +424,7 @@ impl Waiters {
         if !slept.is_zero() {
             self.queue.hold_is_shorter(slept);
             if let Some(origin) = &mut self.hold_origin {
-                origin.until = origin.until.checked_sub(slept).unwrap_or(origin.until);
+                origin.until = clock::before(origin.until, slept);
             }
             self.grant_due(clock::now(), wakers);
         }

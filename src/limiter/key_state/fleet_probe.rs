@@ -328,7 +328,7 @@ impl FleetProbe {
             // The register has expired, or is over: the next call replaces it.
             return;
         };
-        let since = now.checked_sub(register.age).unwrap_or(now);
+        let since = clock::before(now, register.age);
         let theirs = clock::after(since, written.left);
         // A probe whose turn the store did not answer counts, too.
         let is_ahead =

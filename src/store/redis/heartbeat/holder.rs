@@ -239,7 +239,7 @@ impl Holder {
     pub(super) fn wake(&mut self, slept: Duration, now: Instant) {
         let sent = self.pending.as_mut().map(|(sent, _)| sent);
         for moment in self.valid_until.iter_mut().chain(sent) {
-            *moment = moment.checked_sub(slept).unwrap_or(*moment);
+            *moment = clock::before(*moment, slept);
         }
         self.notify_if_expired(now);
     }
