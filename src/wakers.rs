@@ -1,6 +1,6 @@
 //! The tasks to wake once a lock is released.
 
-use std::task::Waker;
+use std::task::{Context, Waker};
 
 use smallvec::SmallVec;
 
@@ -22,6 +22,13 @@ impl Wakers {
 impl Drop for Wakers {
     fn drop(&mut self) {
         self.0.drain(..).for_each(Waker::wake);
+    }
+}
+
+/// Adds the task of `cx` to `wakers`, unless it is one of them.
+pub(crate) fn add_task(wakers: &mut Vec<Waker>, cx: &Context<'_>) {
+    if !wakers.iter().any(|waker| waker.will_wake(cx.waker())) {
+        wakers.push(cx.waker().clone());
     }
 }
 

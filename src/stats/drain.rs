@@ -12,6 +12,7 @@ use super::registry::Gate;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::locks::lock;
+use crate::wakers::add_task;
 
 /// What became of the requests that waited when a limiter or throttle was
 /// [drained](crate::Limiter::drain).
@@ -172,10 +173,7 @@ async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
     poll_fn(|cx| {
         // The waker is registered before the gate is looked at, so that no change is missed.
         let by = state.progress(|progress| {
-            let mut wakers = progress.wakers.iter();
-            if !wakers.any(|waker| waker.will_wake(cx.waker())) {
-                progress.wakers.push(cx.waker().clone());
-            }
+            add_task(&mut progress.wakers, cx);
             progress.by
         });
         let by = by.unwrap_or_else(clock::now);

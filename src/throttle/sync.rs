@@ -15,7 +15,7 @@ use super::sync_state::CasRequest;
 use crate::clock;
 use crate::error::StoreError;
 use crate::rng::dice;
-use crate::wakers::Wakers;
+use crate::wakers::{Wakers, add_task};
 
 /// A sync task that was called and has not run within this time belongs to a runtime that makes no
 /// progress.
@@ -92,10 +92,7 @@ impl SyncSupervisor {
             Ok(true) => return ControlFlow::Break(Ok(())),
             Err(error) => return ControlFlow::Break(Err(error)),
         }
-        let mut wakers = self.written_wakers.iter();
-        if !wakers.any(|waker| waker.will_wake(cx.waker())) {
-            self.written_wakers.push(cx.waker().clone());
-        }
+        add_task(&mut self.written_wakers, cx);
         let late_at = self.late_at(queue);
         ControlFlow::Continue(late_at.unwrap_or_else(|| clock::after(now, LONGEST_START)))
     }
