@@ -376,9 +376,9 @@ impl PacedQueue {
     /// Returns whether the register has all events before `mark`. Fails if the store has been away
     /// since.
     pub(super) fn is_written(&self, mark: LogMark) -> Result<bool, StoreError> {
-        self.sharing
-            .as_ref()
-            .map_or(Ok(true), |sharing| sharing.is_written(mark))
+        self.sharing.as_ref().map_or(Ok(true), |sharing| {
+            sharing.log.is_written(mark, sharing.is_alone())
+        })
     }
 
     /// Returns when the compare-and-set under way was sent.

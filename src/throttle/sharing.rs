@@ -40,7 +40,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::event_log::{EventLog, FleetEvent, LogMark};
+use super::event_log::{EventLog, FleetEvent};
 use super::local_queue::LocalQueue;
 use super::pace_state::Load;
 use super::peer_view::PeerView;
@@ -165,12 +165,6 @@ impl Sharing {
     /// Returns how many releases this process knows of; `None` if it has not read the register.
     fn releases(&self, local: &LocalQueue) -> Option<u32> {
         self.view.version.map(|_| local.pace_state.releases)
-    }
-
-    /// Returns whether the register has all events before `mark`. Fails if the store has been away
-    /// since.
-    pub(super) fn is_written(&self, mark: LogMark) -> Result<bool, StoreError> {
-        self.log.is_written(mark, self.is_alone())
     }
 }
 
