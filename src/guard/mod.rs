@@ -127,24 +127,23 @@ impl Guard {
     }
 
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        let out_of_range =
-            |value: String, allowed| Err(ConfigError::out_of_range("guard", value, allowed));
-        let limits = self.quota.limits();
-        let is_of_calls = self.quota.most_in_flight().is_some();
-        if limits.is_empty() || is_of_calls || self.quota.by_unit().len() > 1 {
-            let allowed = "a rate of bad answers, such as Quota::new(9_000, ten_minutes)";
-            return out_of_range(self.quota.to_string(), allowed);
-        }
-        if self.quota.unit().is_some() {
-            return out_of_range(self.quota.to_string(), "a quota without a unit");
-        }
+        let quota = &self.quota;
+        let is_of_calls = quota.most_in_flight().is_some();
+        ConfigError::unless(
+            !quota.limits().is_empty() && !is_of_calls && quota.by_unit().len() == 1,
+            "guard",
+            quota,
+            "a rate of bad answers, such as Quota::new(9_000, ten_minutes)",
+        )?;
+        let has_unit = quota.unit().is_some();
+        ConfigError::unless(!has_unit, "guard", quota, "a quota without a unit")?;
         let (first, longest) = (self.first, self.longest);
-        if first < SHORTEST || longest < first || longest > DAY {
-            let value = format!("stop({first:?}, {longest:?})");
-            let allowed = "a first stop of at least a second, and a longest one from that to a day";
-            return out_of_range(value, allowed);
-        }
-        Ok(())
+        ConfigError::unless(
+            first >= SHORTEST && (first..=DAY).contains(&longest),
+            "guard",
+            format_args!("stop({first:?}, {longest:?})"),
+            "a first stop of at least a second, and a longest one from that to a day",
+        )
     }
 }
 

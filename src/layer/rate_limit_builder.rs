@@ -172,12 +172,10 @@ impl RateLimitBuilder {
         /// # Ok::<(), tollgate::ConfigError>(())
         /// ```
         dialect;
-        /// Names the layer in its [stats](crate::stats), and the first limit of the layer. The name stands in
-        /// errors ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
-        /// [scope](crate::Signal::scope) is this name holds the key of this limit. Default: no name; the
-        /// stats have `default`.
         ///
-        /// A name has 1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`. A limit of
+        /// It is also the name of the first limit of the layer. It stands in errors
+        /// ([`LimitedInfo::name`](crate::error::LimitedInfo::name)), and a refusal whose
+        /// [scope](crate::Signal::scope) is this name holds the key of this limit. A limit of
         /// [`and_per`](Self::and_per) has a series of its own in the stats, such as `github search`.
         name;
     }

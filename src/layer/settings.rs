@@ -349,6 +349,9 @@ macro_rules! common_setters {
             self
         }
 
+        /// Names the layer in its [stats](crate::stats). Default: no name; the stats have `default`.
+        ///
+        /// A name has 1 to 64 of the letters a to z and A to Z, digits, spaces and `_.-/:`.
         $(#[$name])*
         ///
         /// # Errors

@@ -83,8 +83,6 @@ impl AdaptiveThrottleBuilder {
         store;
         /// [`RateLimitBuilder::dialect`](super::RateLimitBuilder::dialect) has an example.
         dialect;
-        /// Names the layer in its [stats](crate::stats): 1 to 64 of the letters a to z and A to Z, digits,
-        /// spaces and `_.-/:`. Default: `default`.
         name;
     }
 
