@@ -421,6 +421,78 @@ impl Fair {
         self.last_step.is_none_or(|step| reply.sent > step)
     }
 
+    /// Takes in a refusal that shows the effect of the last step. `passed` requests have passed since the refusal before it,
+    /// which was at `refused_before`.
+    fn learn_from_refusal(
+        &mut self,
+        passed: u32,
+        refused_before: Option<Instant>,
+        traffic: &Traffic,
+    ) {
+        let now = traffic.now;
+        self.refused_in_row = match passed {
+            0 => self.refused_in_row.saturating_add(1),
+            _ => 0,
+        };
+        if self.refused_in_row == 0 {
+            let calm = refused_before.or(self.first_call);
+            let calm = calm.map_or(0.0, |since| seconds(since, now));
+            self.was_calm = calm / self.scale.token_time > CALM;
+        }
+        let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
+        let waiting = traffic.waiting.max(1) as f64;
+        match self.level {
+            Some(level)
+                if level <= self.scale.set_point()
+                    || self.scale.short.exhausted_until(0).is_some() =>
+            {
+                self.estimate
+                    .refused_at_low_level(&self.scale, passed, waiting, since)
+            }
+            Some(_) => self
+                .estimate
+                .refused_at_high_level(&self.scale, self.interval),
+            // The server is out, which says nothing of its limit. Only the pause grows.
+            None if self.is_outage() => {}
+            None => self
+                .estimate
+                .refused_blind(&self.scale, waiting, self.interval),
+        }
+    }
+
+    /// Returns the pause after a refusal that states a wait of `said` seconds, if it states one.
+    fn pause_after_refusal(
+        &self,
+        said: Option<f64>,
+        told: &QuotaNumbers,
+        now: Instant,
+        dice: &mut Dice,
+    ) -> Pause {
+        let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
+        let wait = match self.level {
+            Some(_) => wait,
+            None => {
+                let longer = f64::from(self.refused_in_row.saturating_sub(OUTAGE));
+                (wait * LONGER_OUTAGE.powf(longer)).min(wait.max(LONGEST_PAUSE))
+            }
+        };
+        let is_unknown = self.scale.is_guess;
+        let reset = self.scale.empty_until_reset(told, now);
+        Pause::of_all(match said.or(reset) {
+            Some(least) if said.is_some() && is_unknown => stated(least, dice.roll() * wait),
+            Some(least) => {
+                // Half of a new window may be used at once, so one share of it spreads the requests
+                // enough.
+                let spread = self
+                    .scale
+                    .next_window()
+                    .map_or(wait, |(_, share)| wait.min(self.estimate.n * share));
+                span(dice.roll() * spread) + Duration::try_from_secs_f64(least).unwrap_or_default()
+            }
+            None => span(dice.between(0.5, 1.0) * wait),
+        })
+    }
+
     fn settle(&mut self, now: Instant) {
         self.estimate.bound(&self.scale);
         self.last_answer = Some(now);
@@ -574,61 +646,12 @@ impl Pace for Fair {
             self.leave_search();
         }
         if is_news {
-            self.refused_in_row = match passed {
-                0 => self.refused_in_row.saturating_add(1),
-                _ => 0,
-            };
-            if self.refused_in_row == 0 {
-                let calm = refused_before.or(self.first_call);
-                let calm = calm.map_or(0.0, |since| seconds(since, now));
-                self.was_calm = calm / self.scale.token_time > CALM;
-            }
-            let since = self.last_answer.map_or(0.0, |last| seconds(last, now));
-            let waiting = traffic.waiting.max(1) as f64;
-            match self.level {
-                Some(level)
-                    if level <= self.scale.set_point()
-                        || self.scale.short.exhausted_until(0).is_some() =>
-                {
-                    self.estimate
-                        .refused_at_low_level(&self.scale, passed, waiting, since)
-                }
-                Some(_) => self
-                    .estimate
-                    .refused_at_high_level(&self.scale, self.interval),
-                // The server is out, which says nothing of its limit. Only the pause grows.
-                None if self.is_outage() => {}
-                None => self
-                    .estimate
-                    .refused_blind(&self.scale, waiting, self.interval),
-            }
+            self.learn_from_refusal(passed, refused_before, traffic);
             self.last_step = Some(now);
         }
         self.slot_before = slot;
         self.settle(now);
-        let wait = self.scale.token_time * (PAUSE * self.estimate.n).max(self.estimate.m);
-        let wait = match self.level {
-            Some(_) => wait,
-            None => {
-                let longer = f64::from(self.refused_in_row.saturating_sub(OUTAGE));
-                (wait * LONGER_OUTAGE.powf(longer)).min(wait.max(LONGEST_PAUSE))
-            }
-        };
-        let is_unknown = self.scale.is_guess;
-        let reset = self.scale.empty_until_reset(&told, now);
-        Pause::of_all(match said.or(reset) {
-            Some(least) if said.is_some() && is_unknown => stated(least, dice.roll() * wait),
-            Some(least) => {
-                // Half of a new window may be used at once, so one share of it spreads the requests
-                // enough.
-                let spread = self
-                    .scale
-                    .next_window()
-                    .map_or(wait, |(_, share)| wait.min(self.estimate.n * share));
-                span(dice.roll() * spread) + Duration::try_from_secs_f64(least).unwrap_or_default()
-            }
-            None => span(dice.between(0.5, 1.0) * wait),
-        })
+        self.pause_after_refusal(said, &told, now, dice)
     }
 
     fn share(&mut self, codec: &mut StateCodec<'_>) -> bool {
