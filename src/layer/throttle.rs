@@ -112,13 +112,9 @@ impl AdaptiveThrottleLayer {
     /// Returns this layer with retries: it sends requests that the server refuses again, each in
     /// its old place in the queue, and after a second refusal behind the others. All attempts together wait for at most
     /// [`max_wait`](AdaptiveThrottleBuilder::max_wait).
-    pub fn retrying(self) -> RetryingThrottleLayer {
-        let reads_kinds = true;
-        let layer = AdaptiveThrottleLayer {
-            reads_kinds,
-            ..self
-        };
-        RetryingThrottleLayer { layer }
+    pub fn retrying(mut self) -> RetryingThrottleLayer {
+        self.reads_kinds = true;
+        RetryingThrottleLayer { layer: self }
     }
 }
 

@@ -24,27 +24,9 @@ struct KnownKey {
     name: Option<Box<str>>,
 }
 
-/// The text of an [`Explanation`] by a throttle.
-struct PaceText<'a> {
-    core: &'a ThrottleCore,
-    key: Key,
-    known: &'a KnownKey,
-    verdict: &'a Verdict,
-    now: Instant,
-}
-
-pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
-    let now = clock::now();
-    let known = core.find(key, |waiters| KnownKey {
-        outlook: waiters.queue.outlook(now),
-        held: waiters.held(now),
-        waiting: waiters.queue.waiting(),
-        in_flight: waiters.queue.in_flight(),
-        name: waiters.counts.name().map(Box::from),
-    });
-    let has_room = known.is_some() || core.keys.has_room(key, now);
-    let known = known.unwrap_or_else(|| {
-        let stopped = core.stopped_for(key, now);
+impl KnownKey {
+    /// A key that is not in use, which its guard has `stopped` for so long.
+    fn new(stopped: Option<Duration>, now: Instant) -> Self {
         KnownKey {
             outlook: PaceOutlook {
                 slot: stopped.map(|left| clock::after(now, left)),
@@ -57,16 +39,38 @@ pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
             }),
             ..KnownKey::default()
         }
+    }
+}
+
+/// The text of an [`Explanation`] by a throttle.
+struct PaceText<'a> {
+    core: &'a ThrottleCore,
+    key: Key,
+    known: &'a KnownKey,
+    verdict: &'a Verdict,
+    now: Instant,
+}
+
+pub(super) fn explain(core: &ThrottleCore, key: Key) -> Explanation {
+    let now = clock::now();
+    let in_use = core.find(key, |waiters| KnownKey {
+        outlook: waiters.queue.outlook(now),
+        held: waiters.held(now),
+        waiting: waiters.queue.waiting(),
+        in_flight: waiters.queue.in_flight(),
+        name: waiters.counts.name().map(Box::from),
     });
+    let has_room = in_use.is_some() || core.keys.has_room(key, now);
+    let known = in_use.unwrap_or_else(|| KnownKey::new(core.stopped_for(key, now), now));
     let verdict = verdict(core, &known, has_room, now);
-    let text = PaceText {
+    let shown = PaceText {
         core,
         key,
         known: &known,
         verdict: &verdict,
         now,
     };
-    let text = text.to_string();
+    let text = shown.to_string();
     Explanation::new(verdict, text)
 }
 
