@@ -106,6 +106,7 @@ impl Peers {
         slot: Option<Instant>,
         now: Instant,
     ) -> Option<Peer> {
+        // The process whose turn it was has left it unused for so long that it may have ended.
         let turn_from = self.turn_from(slot);
         if turn_from.is_some_and(|from| now.saturating_duration_since(from) >= LONGEST_TURN) {
             let late = self.others.iter_mut();
