@@ -78,21 +78,21 @@ fn units_of(quota: &Quota) -> impl Iterator<Item = &'static str> {
     quota.units().filter(|unit| *unit != Cost::REQUESTS)
 }
 
-impl RateLimitBuilder {
-    const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(60);
-    const DEFAULT_IN_FLIGHT_TTL: Duration = Duration::from_secs(10);
-    const LONGEST_SLACK: Duration = Duration::from_secs(60);
-    const SHORTEST_LIFE: Duration = Duration::from_millis(300);
-    const LONGEST_LIFE: Duration = Duration::from_secs(3600);
+const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(60);
+const DEFAULT_IN_FLIGHT_TTL: Duration = Duration::from_secs(10);
+const SHORTEST_IN_FLIGHT_TTL: Duration = Duration::from_millis(300);
+const LONGEST_SLACK: Duration = Duration::from_secs(60);
+const HOUR: Duration = Duration::from_secs(3600);
 
+impl RateLimitBuilder {
     pub(super) fn new(quota: Quota) -> Self {
         RateLimitBuilder {
             quota,
-            common: Common::new(RateLimitBuilder::DEFAULT_MAX_HOLD),
+            common: Common::new(DEFAULT_MAX_HOLD),
             on_store_error: OnStoreError::default(),
             fallback_share: None,
             slacks: Slacks::DEFAULT,
-            in_flight_ttl: RateLimitBuilder::DEFAULT_IN_FLIGHT_TTL,
+            in_flight_ttl: DEFAULT_IN_FLIGHT_TTL,
             late: CountedLate::default(),
             charged_by_hand: false,
             wait_above_limit: None,
@@ -856,21 +856,11 @@ impl RateLimitBuilder {
 
     fn check(&self) -> Result<(), ConfigError> {
         self.common.check()?;
-        at_most(
-            "transit_slack",
-            self.slacks.transit,
-            RateLimitBuilder::LONGEST_SLACK,
-            "at most 60 s",
-        )?;
-        at_most(
-            "counted_within",
-            self.late.within,
-            RateLimitBuilder::LONGEST_LIFE,
-            "at most an hour",
-        )?;
-        let lives = RateLimitBuilder::SHORTEST_LIFE..=RateLimitBuilder::LONGEST_LIFE;
+        let transit = self.slacks.transit;
+        at_most("transit_slack", transit, LONGEST_SLACK, "at most 60 s")?;
+        at_most("counted_within", self.late.within, HOUR, "at most an hour")?;
         ConfigError::unless(
-            lives.contains(&self.in_flight_ttl),
+            (SHORTEST_IN_FLIGHT_TTL..=HOUR).contains(&self.in_flight_ttl),
             "in_flight_ttl",
             format_args!("{:?}", self.in_flight_ttl),
             "from 300 ms to an hour",
@@ -882,10 +872,8 @@ impl RateLimitBuilder {
             "at most 50",
         )?;
         if let Some(class) = self.lends_unknown {
-            let (class, allowed) = (
-                format!("{class:?}"),
-                "a class with a share: call share first",
-            );
+            let class = format!("{class:?}");
+            let allowed = "a class with a share: call share first";
             return Err(ConfigError::out_of_range("lends", class, allowed));
         }
         for ClassShare { class, lends, .. } in &self.shares {

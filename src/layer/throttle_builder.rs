@@ -37,12 +37,12 @@ pub struct AdaptiveThrottleBuilder {
     pace: Box<dyn Fn() -> Box<dyn Pace> + Send + Sync>,
 }
 
-impl AdaptiveThrottleBuilder {
-    const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(3600);
+const DEFAULT_MAX_HOLD: Duration = Duration::from_secs(3600);
 
+impl AdaptiveThrottleBuilder {
     pub(super) fn new() -> Self {
         AdaptiveThrottleBuilder {
-            common: Common::new(AdaptiveThrottleBuilder::DEFAULT_MAX_HOLD),
+            common: Common::new(DEFAULT_MAX_HOLD),
             pace: Box::new(|| Box::new(Fair::new())),
         }
     }
