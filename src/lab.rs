@@ -57,9 +57,9 @@ pub fn limit_spec(
 
 /// The calls of a joint request to one store, which a store may decide about as one.
 #[derive(Debug, Default)]
-pub struct JointCall(store::JointCall);
+pub struct JointRequest(store::JointCall);
 
-impl JointCall {
+impl JointRequest {
     /// Makes `request` a part of the joint request.
     pub fn part<'a>(&'a self, request: LeaseRequest<'a>) -> LeaseRequest<'a> {
         let joint = Some(&self.0);

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::caller::{Arrivals, Caller, LONG, pass};
-use tollgate::__lab::JointCall;
+use tollgate::__lab::JointRequest;
 use tollgate::Quota;
 use tollgate::store::{Demand, Lease, Store};
 
@@ -19,7 +19,7 @@ async fn ask_jointly(
     earliest: Duration,
     latest: Duration,
 ) -> Option<Vec<Lease>> {
-    let joint = JointCall::default();
+    let joint = JointRequest::default();
     let mut replies = Vec::new();
     for (caller, cost) in callers.iter().zip(costs) {
         let demands = [Demand::new(*cost, 1).earliest(earliest)];
