@@ -17,7 +17,7 @@ use crate::events;
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::signal::Signal;
-use crate::stats::{Cause, Gate, GuardStats, Tally};
+use crate::stats::{Cause, Engine, GuardStats, Tally};
 
 /// What a gate tells its guard, and asks it.
 pub(crate) trait Watch: Send + Sync {
@@ -74,7 +74,7 @@ pub(crate) fn ends_with_stop(left: Duration, until: Instant, now: Instant) -> bo
 }
 
 /// What a guard does to its gate.
-pub(crate) trait Guarded: Gate {
+pub(crate) trait Guarded: Engine {
     /// Reports that the guard stops `key` for `span`, because there were more bad answers than `quota`
     /// allows. It is the stop number `trip` in a row.
     fn report(&self, key: Key, quota: &Quota, span: Duration, trip: u32) {

@@ -30,7 +30,7 @@ use crate::error::{BoxError, Error, Limited, Reason, StoreError};
 use crate::key::Key;
 use crate::quota::Quota;
 use crate::signal::{ResponseInfo, Signal};
-use crate::stats::Gate;
+use crate::stats::Engine;
 use crate::store::Refusal;
 
 /// The future of a [`Permit`], with setters for the cost and the deadline of the request.

@@ -16,7 +16,7 @@ use super::sent::{Sent, SentPart};
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Moment};
 use crate::key::Key;
-use crate::stats::{Gate, Outcome};
+use crate::stats::{Engine, Outcome};
 
 /// Takes a permit at hand for a request that the caller sends at once. Returns the time, or `None` if
 /// the request has to take the slow path.

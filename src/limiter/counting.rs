@@ -17,9 +17,9 @@ use super::quotas::QuotaId;
 use crate::clock;
 use crate::events;
 use crate::key::{Key, Label};
-use crate::stats::{Flush, Gate, GateState, KeyCounts, KeyStats, Outcome, Stats, Tally};
+use crate::stats::{Engine, Flush, GateState, KeyCounts, KeyStats, Outcome, Stats, Tally};
 
-impl Gate for Core {
+impl Engine for Core {
     fn tally(&self) -> &Tally {
         &self.settings.tally
     }

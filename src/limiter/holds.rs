@@ -20,7 +20,7 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::stats::{Cause, Gate};
+use crate::stats::{Cause, Engine};
 use crate::store::{Change, HoldState, InForce, StoreReply};
 
 /// The longest hold: 366 days. Longer ones are cut to this.

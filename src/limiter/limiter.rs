@@ -33,7 +33,7 @@ use crate::events;
 use crate::key::{HostKey, Key, Label, RequestInfo, RequestRef};
 use crate::quota::Quota;
 use crate::refused::RefusedRequest;
-use crate::stats::{Drained, Gate, KeyStats, Stats, drain_gates};
+use crate::stats::{Drained, Engine, KeyStats, Stats, drain_gates};
 use crate::store::Refusal;
 
 /// A rate limiter without HTTP: for job workers, gRPC, or anything else. Clones share one count.
@@ -435,7 +435,7 @@ impl Limiter {
     /// If requests wait and the future is polled outside of a Tokio runtime with timers.
     pub async fn drain(&self, within: Duration) -> Result<Drained, StoreError> {
         let all = self.0.everywhere(Key::ALL);
-        let gates = all.map(|(core, _)| core as Arc<dyn Gate>);
+        let gates = all.map(|(core, _)| core as Arc<dyn Engine>);
         drain_gates(gates.collect(), within).await
     }
 }

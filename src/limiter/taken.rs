@@ -33,7 +33,7 @@ use crate::error::{Limited, Reason};
 use crate::events;
 use crate::key::Key;
 use crate::refused::RefusedRequest;
-use crate::stats::{Gate, Outcome};
+use crate::stats::{Engine, Outcome};
 use crate::store::Refusal;
 
 /// What a request has that may leave. Dropping it gives everything back.

@@ -24,7 +24,7 @@ use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::events::{self, WaitSpan};
 use crate::key::Label;
-use crate::stats::{Gate, OpenRequest, Outcome};
+use crate::stats::{Engine, OpenRequest, Outcome};
 use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
 

@@ -8,7 +8,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::event::Event;
-use super::registry::Gate;
+use super::registry::Engine;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::locks::lock;
@@ -137,7 +137,7 @@ impl DrainState {
 /// How often the task yields after the deadline, so that waiting tasks take in that they are refused.
 const MOST_YIELDS: u32 = 16;
 
-pub(crate) async fn drain<G: Gate + ?Sized>(
+pub(crate) async fn drain<G: Engine + ?Sized>(
     gate: Arc<G>,
     within: Duration,
 ) -> Result<Drained, StoreError> {
@@ -168,7 +168,7 @@ pub(crate) async fn drain<G: Gate + ?Sized>(
 }
 
 /// Waits until no request waits and no call is in flight, or until the deadline.
-async fn until_idle<G: Gate + ?Sized>(gate: &G, state: &DrainState) {
+async fn until_idle<G: Engine + ?Sized>(gate: &G, state: &DrainState) {
     let mut timer = Timer::at(clock::now());
     poll_fn(|cx| {
         // The waker is registered before the gate is looked at, so that no change is missed.

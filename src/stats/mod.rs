@@ -79,7 +79,7 @@ pub(crate) use labelled_keys::{KeySeries, WithKeys};
 pub(crate) use open_request::OpenRequest;
 #[cfg(feature = "metrics")]
 pub(crate) use registry::all_but_noted;
-pub(crate) use registry::{Flush, Gate, register, unregister};
+pub(crate) use registry::{Engine, Flush, register, unregister};
 pub(crate) use tally::{Tally, is_series_name};
 #[cfg(any(feature = "grpc", feature = "tracing"))]
 pub(crate) use values::name_of_reason;
@@ -120,7 +120,7 @@ pub async fn drain_all(within: Duration) -> Result<Drained, StoreError> {
 
 /// Drains `gates` at the same time.
 pub(crate) async fn drain_gates(
-    gates: Vec<Arc<dyn Gate>>,
+    gates: Vec<Arc<dyn Engine>>,
     within: Duration,
 ) -> Result<Drained, StoreError> {
     let drains = gates.into_iter().map(|gate| drain_gate(gate, within));

@@ -5,7 +5,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use super::drain::DrainedAs;
-use super::registry::Gate;
+use super::registry::Engine;
 use super::values::Outcome;
 use crate::clock::{self, Timer};
 use crate::error::{Limited, Reason};
@@ -14,7 +14,7 @@ use crate::key::{Key, Label};
 
 /// A request that waits at a gate. It counts once: when it leaves, when it is refused, or as cancelled
 /// when this is dropped before.
-pub(crate) struct OpenRequest<G: Gate> {
+pub(crate) struct OpenRequest<G: Engine> {
     gate: Arc<G>,
     key: Key,
     since: Instant,
@@ -28,7 +28,7 @@ pub(crate) struct OpenRequest<G: Gate> {
     span: WaitSpan,
 }
 
-impl<G: Gate> OpenRequest<G> {
+impl<G: Engine> OpenRequest<G> {
     fn new(gate: Arc<G>, key: Key, since: Instant, span: WaitSpan) -> Self {
         let number = Some(gate.tally().open(key, since));
         OpenRequest {
@@ -152,7 +152,7 @@ impl<G: Gate> OpenRequest<G> {
     }
 }
 
-impl<G: Gate> Drop for OpenRequest<G> {
+impl<G: Engine> Drop for OpenRequest<G> {
     fn drop(&mut self) {
         if self.close(None) && self.counts {
             self.gate.count(self.key, Outcome::Cancelled);
@@ -160,7 +160,7 @@ impl<G: Gate> Drop for OpenRequest<G> {
     }
 }
 
-impl<G: Gate> std::fmt::Debug for OpenRequest<G> {
+impl<G: Engine> std::fmt::Debug for OpenRequest<G> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("OpenRequest")
             .field("since", &self.since)

@@ -22,8 +22,8 @@ use crate::locks::lock;
 /// Completes when the store of a gate has what was given back.
 pub(crate) type Flush = Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send>>;
 
-/// A gate: the engine of a limiter or of a throttle.
-pub(crate) trait Gate: Send + Sync {
+/// The engine of a gate: the core of a limiter or of a throttle.
+pub(crate) trait Engine: Send + Sync {
     fn tally(&self) -> &Tally;
 
     /// Returns the name of `key` in events.
@@ -127,15 +127,15 @@ pub(crate) trait Gate: Send + Sync {
 }
 
 /// The gates, the oldest first.
-static GATES: Mutex<Vec<Weak<dyn Gate>>> = Mutex::new(Vec::new());
+static GATES: Mutex<Vec<Weak<dyn Engine>>> = Mutex::new(Vec::new());
 
 /// Adds a gate, which calls [`unregister`] when it is dropped.
-pub(crate) fn register(gate: Weak<dyn Gate>) {
+pub(crate) fn register(gate: Weak<dyn Engine>) {
     lock(&GATES).push(gate);
 }
 
 /// Removes a gate that is being dropped, after an exporter has its last counts.
-pub(crate) fn unregister(gate: &dyn Gate) {
+pub(crate) fn unregister(gate: &dyn Engine) {
     // Also if a function of the user panics, such as one that names a key.
     let _removed = Removed(gate);
     #[cfg(feature = "metrics")]
@@ -143,7 +143,7 @@ pub(crate) fn unregister(gate: &dyn Gate) {
 }
 
 /// Removes the gate when this is dropped.
-struct Removed<'a>(&'a dyn Gate);
+struct Removed<'a>(&'a dyn Engine);
 
 impl Drop for Removed<'_> {
     fn drop(&mut self) {
@@ -152,14 +152,14 @@ impl Drop for Removed<'_> {
 }
 
 /// Returns the gates that exist, the oldest first.
-pub(super) fn all() -> Vec<Arc<dyn Gate>> {
+pub(super) fn all() -> Vec<Arc<dyn Engine>> {
     let gates = lock(&GATES);
     gates.iter().filter_map(Weak::upgrade).collect()
 }
 
 /// Returns the gates that exist, once no gate is being dropped: an exporter has the last counts of all others.
 #[cfg(feature = "metrics")]
-pub(crate) fn all_but_noted() -> Vec<Arc<dyn Gate>> {
+pub(crate) fn all_but_noted() -> Vec<Arc<dyn Engine>> {
     loop {
         // They are not dropped under the lock: each may be the last handle of its gate.
         let gates: Vec<_> = lock(&GATES).iter().map(Weak::upgrade).collect();

@@ -12,10 +12,11 @@ use crate::clock;
 use crate::cost::Cost;
 use crate::key::{Key, Label};
 use crate::stats::{
-    Flush, Gate, GateState, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally, unregister,
+    Engine, Flush, GateState, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
+    unregister,
 };
 
-impl Gate for ThrottleCore {
+impl Engine for ThrottleCore {
     fn tally(&self) -> &Tally {
         &self.settings.tally
     }

@@ -11,7 +11,7 @@ use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::{Because, Explanation, Held, Shown, Verdict};
-use crate::stats::{Cause, Gate};
+use crate::stats::{Cause, Engine};
 
 /// What this process knows of a key.
 #[derive(Default)]

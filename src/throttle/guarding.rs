@@ -7,7 +7,7 @@ use super::engine::ThrottleCore;
 use crate::clock;
 use crate::guarded::{Guarded, ends_with_stop, is_longer};
 use crate::key::Key;
-use crate::stats::{Cause, Gate};
+use crate::stats::{Cause, Engine};
 
 impl Guarded for ThrottleCore {
     fn hold(self: Arc<Self>, key: Key, span: Duration) {

@@ -79,7 +79,7 @@ use crate::guarded::Guarded;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
 use crate::refused::RefusedRequest;
-use crate::stats::{Cause, Drained, Gate, KeyStats, Stats, drain_gate};
+use crate::stats::{Cause, Drained, Engine, KeyStats, Stats, drain_gate};
 use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
 use crate::wakers::Wakers;

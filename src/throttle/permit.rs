@@ -20,7 +20,7 @@ use crate::key::{Key, Label};
 use crate::limiter::Because;
 use crate::refused::RefusedRequest;
 use crate::signal::Signal;
-use crate::stats::{Gate, OpenRequest, Outcome};
+use crate::stats::{Engine, OpenRequest, Outcome};
 use crate::store::Refusal;
 use crate::wait_queue::{Number, WaitBound};
 use crate::wakers::Wakers;

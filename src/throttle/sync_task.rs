@@ -15,7 +15,7 @@ use crate::clock::{self, Timer};
 use crate::error::StoreError;
 use crate::events;
 use crate::key::Key;
-use crate::stats::Gate;
+use crate::stats::Engine;
 use crate::store::{Register, RegisterRequest, spawn, unless_lost};
 use crate::wakers::Wakers;
 

@@ -13,7 +13,7 @@ use crate::limiter::key_state::Outlook;
 use crate::limiter::part::{Entry, NewPart};
 use crate::limiter::quotas::QuotaId;
 use crate::limiter::status::QuotaSource;
-use crate::stats::Gate;
+use crate::stats::Engine;
 use crate::store::{StoreReply, Usage};
 use crate::wait_queue::WaitBound;
 

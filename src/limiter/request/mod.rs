@@ -44,7 +44,7 @@ use super::taken::{OfKey, Taken};
 use crate::clock::{self, Timer};
 use crate::error::{Reason, StoreError};
 use crate::quota::Limit;
-use crate::stats::Gate;
+use crate::stats::Engine;
 use crate::store::Refusal;
 use crate::wait_queue::WaitBound;
 
