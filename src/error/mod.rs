@@ -4,8 +4,6 @@
 //! upstream or the store stopped the request. [`StoreError`] says why a store granted nothing. If a
 //! setting is wrong, building the layer fails with a [`ConfigError`].
 
-#[cfg(feature = "retry")]
-mod as_error;
 mod report;
 mod store;
 
@@ -17,13 +15,6 @@ use std::time::Duration;
 use crate::blocking::CannotBlock;
 use crate::config_error::ConfigError;
 use crate::cost::Cost;
-#[cfg(feature = "retry")]
-#[cfg_attr(docsrs, doc(cfg(feature = "retry")))]
-#[cfg_attr(
-    not(any(feature = "retry", feature = "reqwest-retry")),
-    allow(unused_imports)
-)]
-pub(crate) use as_error::AsError;
 pub use report::LimitedInfo;
 pub(crate) use report::{ErrorFacts, LimitName};
 pub use store::StoreError;

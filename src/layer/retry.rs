@@ -189,14 +189,40 @@ impl Budget {
 
 #[cfg(feature = "retry")]
 mod of_tower {
+    use std::convert::Infallible;
     use std::future::{Ready, ready};
 
     use tower::retry::Policy;
 
-    use super::{Limited, RetryLimited, Signal};
-    use crate::error::AsError;
+    use super::{Limited, RetryLimited, Signal, StdError};
+    use crate::error::{BoxError, Error};
     use crate::layer::{Attempts, CloneRequest};
     use crate::signal::ResponseInfo;
+
+    /// An error in which [`RetryLimited`] looks for a [`Limited`]:
+    /// the error of a layer, or a boxed one.
+    pub trait AsError {
+        /// Returns the value as an error.
+        fn as_error(&self) -> &(dyn StdError + 'static);
+    }
+
+    impl AsError for Error {
+        fn as_error(&self) -> &(dyn StdError + 'static) {
+            self
+        }
+    }
+
+    impl AsError for BoxError {
+        fn as_error(&self) -> &(dyn StdError + 'static) {
+            &**self
+        }
+    }
+
+    impl AsError for Infallible {
+        fn as_error(&self) -> &(dyn StdError + 'static) {
+            self
+        }
+    }
 
     /// Lets the next attempt of `request` go on with the count of a refused one. A policy around this one finds it in the response:
     /// its copy of the request was made before. In an error it finds none, and counts its own attempts.
