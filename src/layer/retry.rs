@@ -113,18 +113,19 @@ impl RetryLimited {
     /// Returns whether a call with this outcome is retried, and takes the retry from the budget.
     #[cfg(any(feature = "reqwest-retry", test))]
     fn tries_again(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
-        self.is_refusal(outcome) && self.budget.withdraw()
+        self.may_retry(outcome) && self.budget.withdraw()
     }
 
     /// Returns whether a call with this outcome may be retried. A response that is no refusal adds to the budget.
-    fn is_refusal(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
+    fn may_retry(&self, outcome: Result<Signal, &(dyn StdError + 'static)>) -> bool {
+        if is_refused(&outcome) {
+            return true;
+        }
         match outcome.map_err(Limited::find) {
-            Ok(signal) if signal.refusal().is_some() => true,
             Ok(_) => {
                 self.budget.deposit();
                 false
             }
-            Err(Some(Limited::Upstream { .. })) => true,
             // No later attempt in this process succeeds.
             Err(Some(Limited::Local {
                 reason: Reason::Draining,
@@ -133,6 +134,14 @@ impl RetryLimited {
             Err(Some(Limited::Local { .. })) => self.local_refusals,
             Err(_) => false,
         }
+    }
+}
+
+/// Returns whether the upstream refused the call.
+fn is_refused(outcome: &Result<Signal, &(dyn StdError + 'static)>) -> bool {
+    match outcome {
+        Ok(signal) => signal.refusal().is_some(),
+        Err(error) => matches!(Limited::find(*error), Some(Limited::Upstream { .. })),
     }
 }
 
@@ -194,12 +203,12 @@ mod of_tower {
 
     use tower::retry::Policy;
 
-    use super::{Limited, RetryLimited, Signal, StdError};
+    use super::{RetryLimited, Signal, StdError, is_refused};
     use crate::error::{BoxError, Error};
     use crate::layer::{Attempts, CloneRequest};
     use crate::signal::ResponseInfo;
 
-    /// An error in which [`RetryLimited`] looks for a [`Limited`]:
+    /// An error in which [`RetryLimited`] looks for a [`Limited`](crate::Limited):
     /// the error of a layer, or a boxed one.
     pub trait AsError {
         /// Returns the value as an error.
@@ -224,20 +233,13 @@ mod of_tower {
         }
     }
 
-    /// Lets the next attempt of `request` go on with the count of a refused one. A policy around this one finds it in the response:
+    /// Lets the next attempt of `request` go on with the count of this one, which was refused. A policy around this one finds it in the response:
     /// its copy of the request was made before. In an error it finds none, and counts its own attempts.
     fn count_attempts<S: ResponseInfo, E: AsError>(
         request: &mut impl CloneRequest,
         result: &mut Result<S, E>,
     ) {
-        let is_refused = match result {
-            Ok(response) => Signal::read(response).refusal().is_some(),
-            Err(error) => {
-                let limited = Limited::find(error.as_error());
-                matches!(limited, Some(Limited::Upstream { .. }))
-            }
-        };
-        let Some(extensions) = request.extensions_mut().filter(|_| is_refused) else {
+        let Some(extensions) = request.extensions_mut() else {
             return;
         };
         let shown = result.as_mut().ok();
@@ -254,10 +256,13 @@ mod of_tower {
 
         fn retry(&mut self, request: &mut R, result: &mut Result<S, E>) -> Option<Ready<()>> {
             self.attempts = self.attempts.checked_sub(1)?;
-            count_attempts(request, result);
             let outcome = result.as_ref().map(Signal::read).map_err(AsError::as_error);
+            let is_refused = is_refused(&outcome);
             // The last attempt adds to the budget, too.
-            let again = self.is_refusal(outcome) && self.attempts > 0 && self.budget.withdraw();
+            let again = self.may_retry(outcome) && self.attempts > 0 && self.budget.withdraw();
+            if is_refused {
+                count_attempts(request, result);
+            }
             again.then(|| ready(()))
         }
 
