@@ -119,10 +119,12 @@ impl DrainState {
     }
 
     /// Returns how many requests that waited have left, and how many were refused.
-    pub(super) fn counts(&self) -> (u64, u64) {
-        let [left, refused] =
-            [&self.left, &self.refused].map(|count| count.load(Ordering::Relaxed));
-        (left, refused)
+    pub(super) fn counts(&self) -> Drained {
+        Drained {
+            left: self.left.load(Ordering::Relaxed),
+            refused: self.refused.load(Ordering::Relaxed),
+            ..Drained::default()
+        }
     }
 
     /// Wakes the tasks that drain the gate, because it may be idle.
@@ -156,12 +158,10 @@ pub(crate) async fn drain<G: Engine + ?Sized>(
     }
     let flushed = gate.clone().flush().await;
     // No request leaves after the deadline, whether or not its task has run since.
-    let (left, refused) = gate.tally().drained();
     let drained = Drained {
-        left,
-        refused,
         given_back,
         took: clock::now().saturating_duration_since(start),
+        ..gate.tally().drained()
     };
     gate.tally().tell(&Event::Drained { drained: &drained });
     flushed.map(|()| drained)

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use http::StatusCode;
 
 use super::class_check::ClassCheck;
-use super::drain::{DrainState, DrainedAs};
+use super::drain::{DrainState, Drained, DrainedAs};
 use super::event::{Event, Handler};
 #[cfg(feature = "metrics")]
 use super::exporter::ExportedWaits;
@@ -320,10 +320,11 @@ impl Tally {
 
     /// Returns how many requests have left since the drain began, and how many were refused or still
     /// wait.
-    pub(super) fn drained(&self) -> (u64, u64) {
+    pub(super) fn drained(&self) -> Drained {
         let waiting = lock(&self.waiting);
-        let (left, refused) = self.drain.counts();
-        (left, refused + waiting.len() as u64)
+        let mut drained = self.drain.counts();
+        drained.refused += waiting.len() as u64;
+        drained
     }
 
     /// Returns how many requests of `key` wait, and since when the first of them does.
