@@ -17,9 +17,9 @@
 #![cfg_attr(not(feature = "unstable-store"), allow(unreachable_pub, dead_code))]
 
 mod change;
+mod event;
 mod fallback;
 mod hold;
-mod in_flight;
 mod interface;
 mod joint_call;
 mod lease;
@@ -74,8 +74,8 @@ pub(crate) fn trust(longest_window: Duration) -> Duration {
 #[cfg_attr(not(feature = "unstable-store"), allow(unused_imports))]
 mod custom {
     pub use super::change::{Change, InForce};
+    pub use super::event::{StoreEvent, StoreListener};
     pub use super::hold::HoldState;
-    pub use super::in_flight::{StoreEvent, StoreListener};
     pub use super::interface::{Background, Store, StoreReply, Task};
     pub use super::lease::{ClientSession, Demand, Grant, Grants, Lease, LeaseRequest, Refusal};
     pub use super::register::{Recipients, Register, RegisterRequest};

@@ -8,7 +8,7 @@ mod set_quota_properties;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use super::in_flight::{StoreListeners, notify};
+use super::event::{StoreListeners, notify};
 use super::register::Registers;
 use super::{
     Change, Claim, InForce, Lease, LeaseRequest, PeekRequest, Recipients, Register,

@@ -23,7 +23,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::lock;
-use crate::store::in_flight::StoreListeners;
+use crate::store::event::StoreListeners;
 use crate::store::{JointCall, KeyCall};
 
 /// What a store has, and each of its calls until it ends. When the last of them is dropped, the worker

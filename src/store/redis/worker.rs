@@ -24,7 +24,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::locks::lock;
 use crate::rng::Backoff;
-use crate::store::in_flight::StoreListeners;
+use crate::store::event::StoreListeners;
 use crate::store::{Claim, StoreEvent, StoreListener};
 
 /// What the store tells its worker.

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::clock;
 use crate::rng::{Backoff, jittered};
-use crate::store::in_flight::notify;
+use crate::store::event::notify;
 use crate::store::redis::codec::{ClaimReply, HolderState};
 use crate::store::{Claim, ClientSession, StoreEvent, StoreListener, StoreSession};
 
