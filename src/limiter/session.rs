@@ -79,7 +79,7 @@ impl KeySession {
     /// [`update`](KeySession::update) takes in the reply.
     pub(super) fn new(lease: &Lease, sent: Instant, now: Instant) -> Self {
         KeySession {
-            reply: StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now),
+            reply: StoreSession::of(lease, sent, now),
             bounds: TimeBounds::new(sent, now),
             trip: Duration::ZERO,
             doubted: false,
@@ -93,7 +93,7 @@ impl KeySession {
     /// `window`.
     pub(super) fn update(&mut self, lease: &Lease, window: Duration, sent: Instant, now: Instant) {
         self.bound_clock(lease.now, sent, now);
-        self.reply = StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, now);
+        self.reply = StoreSession::of(lease, sent, now);
         self.doubted = false;
         self.trip = self.reply.round_trip().max(self.trip - self.trip / 16);
         self.until = clock::after(sent, lease.session_ttl);
@@ -103,7 +103,7 @@ impl KeySession {
     /// Counts permits that the process granted itself while the store could not be reached.
     pub(super) fn count(&mut self, lease: &Lease, window: Duration, now: Instant) {
         let passed = now.saturating_duration_since(self.bounds.latest);
-        let store_now = self.reply.seen().saturating_add(micros_down(passed));
+        let store_now = self.reply.seen.saturating_add(micros_down(passed));
         self.count_grants(lease, store_now, window, now);
     }
 
@@ -134,7 +134,7 @@ impl KeySession {
     /// Earlier replies bound it as well. The clocks may run apart by a two-thousandth. If the
     /// bounds contradict each other, one of the clocks was set, and only the new bounds count.
     fn bound_clock(&mut self, seen: Micros, sent: Instant, now: Instant) {
-        let last_seen = self.reply.seen();
+        let last_seen = self.reply.seen;
         let passed = Duration::from_micros(seen.saturating_sub(last_seen));
         let drift = passed / 2000;
         let TimeBounds { earliest, latest } = self.bounds;
@@ -186,19 +186,19 @@ impl KeySession {
 
     /// Returns how often the store's state had been written, as its last reply stated.
     pub(super) fn writes(&self) -> u64 {
-        self.reply.writes()
+        self.reply.writes
     }
 
     /// Returns the incarnation of the store's state; 0 for a store that loses nothing.
     pub(super) fn incarnation(&self) -> u64 {
-        self.reply.incarnation()
+        self.reply.incarnation
     }
 
     /// Returns whether permits may be used without another reply of the store. A reply confirms
     /// earlier permits for the time `trust`.
     pub(super) fn is_trusted(&self, trust: Duration, now: Instant) -> bool {
         self.incarnation() == 0
-            || (!self.doubted && now.saturating_duration_since(self.reply.sent()) <= trust)
+            || (!self.doubted && now.saturating_duration_since(self.reply.sent) <= trust)
     }
 
     /// Notes that an event may have been missed. The store has to confirm earlier permits before

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{ClientSession, Demand, HoldState, Lease, LeaseRequest};
+use super::{ClientSession, Demand, HoldState, Lease, LeaseRequest, StoreSession};
 use crate::clock;
 use crate::key::Key;
 use crate::limit::{Charge, LimitSpec, UnusedPermits, UpstreamRemaining};
@@ -54,13 +54,10 @@ impl OwnedLeaseRequest {
 
     /// Makes the request state `reply`, which has just arrived at `now`, as what the process knows of the store.
     pub(crate) fn follow(&mut self, reply: &Lease, now: Instant) {
+        let session = StoreSession::of(reply, self.sent, now).client_session(now);
         self.session = ClientSession {
-            incarnation: reply.incarnation,
-            writes: reply.writes,
-            seen: reply.now,
-            since: Duration::ZERO,
-            trip: now.saturating_duration_since(self.sent),
-            ..self.session
+            granted: self.session.granted,
+            ..session.unwrap_or_default()
         };
     }
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::ClientSession;
+use super::{ClientSession, Lease};
 use crate::clock;
 use crate::limit::Micros;
 
@@ -15,15 +15,15 @@ use crate::limit::Micros;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StoreSession {
     /// The incarnation of the store's state; 0 for a store that loses nothing.
-    incarnation: u64,
-    /// How often the state had been written.
-    writes: u64,
+    pub(crate) incarnation: u64,
+    /// How often the state had been written, by the reply or by a later message of the store.
+    pub(crate) writes: u64,
     /// The store's time in the reply.
-    seen: Micros,
+    pub(crate) seen: Micros,
     /// When the call was sent.
-    sent: Instant,
+    pub(crate) sent: Instant,
     /// When the reply was received.
-    received: Instant,
+    pub(crate) received: Instant,
     /// By how many microseconds the wall clock was ahead of the monotonic clock then.
     wall_ahead: i64,
 }
@@ -49,36 +49,9 @@ impl StoreSession {
         }
     }
 
-    /// Returns the incarnation of the store's state.
-    pub(crate) fn incarnation(&self) -> u64 {
-        self.incarnation
-    }
-
-    /// Returns how often the state had been written.
-    pub(crate) fn writes(&self) -> u64 {
-        self.writes
-    }
-
-    /// Sets how often the state has been written, as a later message of the store states.
-    #[cfg(feature = "redis")]
-    pub(crate) fn set_writes(&mut self, writes: u64) {
-        self.writes = writes;
-    }
-
-    /// Returns the store's time in the reply.
-    pub(crate) fn seen(&self) -> Micros {
-        self.seen
-    }
-
-    /// Returns when the call of the reply was sent.
-    pub(crate) fn sent(&self) -> Instant {
-        self.sent
-    }
-
-    /// Returns when the reply was received.
-    #[cfg(feature = "redis")]
-    pub(crate) fn received(&self) -> Instant {
-        self.received
+    /// Makes the session that begins with `lease`. The call was sent at `sent`.
+    pub(crate) fn of(lease: &Lease, sent: Instant, received: Instant) -> Self {
+        StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, received)
     }
 
     /// Maps a moment of the store's time to the time of this process.

@@ -92,13 +92,12 @@ impl Holder {
 
     /// Returns the session that the next claim states, if the session is still of use.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
-        let is_of_use = |session: &StoreSession| {
-            now.saturating_duration_since(session.received()) < self.claim.ttl
-        };
-        let session = self.session.filter(is_of_use);
-        session
-            .and_then(|session| session.client_session(now))
-            .unwrap_or_default()
+        match self.session {
+            Some(session) if now < clock::after(session.received, self.claim.ttl) => {
+                session.client_session(now).unwrap_or_default()
+            }
+            _ => ClientSession::default(),
+        }
     }
 
     /// Takes in the reply to a claim that was sent at `sent`. Returns after how long the claim is
@@ -115,31 +114,30 @@ impl Holder {
         self.valid_until = Some(valid_until);
         self.has_expired = false;
         self.notify(StoreEvent::ClaimValidUntil(valid_until));
-        let HolderState {
-            incarnation,
-            changes,
-            ..
-        } = reply.state;
+        let replied = reply.state;
         // A message that was published after the reply may have been received before it.
-        let is_newer =
-            |state: &HolderState| state.incarnation == incarnation && state.changes > changes;
-        let newest = self.early.take().filter(is_newer).unwrap_or(reply.state);
-        let known = self
-            .session
-            .filter(|session| session.incarnation() == incarnation);
-        let known = known.map(|session| session.writes());
-        let is_new = known.is_none_or(|known| known <= newest.changes);
-        let changes = known.unwrap_or(0).max(newest.changes);
+        let newest = match self.early.take() {
+            Some(early)
+                if early.incarnation == replied.incarnation && early.changes > replied.changes =>
+            {
+                early
+            }
+            _ => replied,
+        };
+        let known = match self.session {
+            Some(session) if session.incarnation == replied.incarnation => session.writes,
+            _ => 0,
+        };
         self.backoff = None;
         self.confirmed = claim.number;
         self.session = Some(StoreSession::new(
-            incarnation,
-            changes,
+            replied.incarnation,
+            known.max(newest.changes),
             reply.now,
             sent,
             now,
         ));
-        if is_new {
+        if known <= newest.changes {
             self.adopt(newest);
         }
         self.repeat_after(claim.ttl, reply, is_subscribed)
@@ -165,9 +163,9 @@ impl Holder {
     /// kept until the next reply.
     pub(super) fn on_message(&mut self, state: HolderState) {
         match &mut self.session {
-            Some(session) if session.incarnation() == state.incarnation => {
-                if session.writes() < state.changes {
-                    session.set_writes(state.changes);
+            Some(session) if session.incarnation == state.incarnation => {
+                if session.writes < state.changes {
+                    session.writes = state.changes;
                     self.adopt(state);
                 }
             }

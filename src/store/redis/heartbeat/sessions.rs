@@ -36,7 +36,7 @@ impl FormerSessions {
     /// reply.
     pub(super) fn keep(&mut self, holder: &Holder) {
         if let Some(session) = holder.session {
-            let until = clock::after(session.received(), holder.claim.ttl);
+            let until = clock::after(session.received, holder.claim.ttl);
             self.sessions.insert(holder.name.clone(), (session, until));
             self.drop_expired();
         }
