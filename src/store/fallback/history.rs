@@ -66,10 +66,14 @@ impl Evict for GrantHistory {
     type Now = Micros;
 
     fn idle_from(&self) -> Option<Micros> {
-        let standalone = self.standalone.as_ref();
-        let standalone = standalone.and_then(|ledger| ledger.idle_from());
-        let last = self.granted.back();
-        let counts_until = last.map_or(0, |part| self.local_time(part.last) + self.window);
+        let counts_until = match self.granted.back() {
+            Some(last) => self.local_time(last.last) + self.window,
+            None => 0,
+        };
+        let standalone = self
+            .standalone
+            .as_ref()
+            .and_then(|ledger| ledger.idle_from());
         standalone.max(Some(counts_until))
     }
 }
@@ -96,12 +100,41 @@ impl GrantHistory {
         charges
     }
 
-    /// Drops the process's own ledger, because the limit is shared again.
-    pub(super) fn end_standalone(&mut self) {
+    /// Ends the process's own ledger, because the store replies again. Returns what the store is charged
+    /// with, which includes `charges`. Permits whose slots lie ahead are given up.
+    pub(super) fn end_with_charges(
+        &mut self,
+        charges: &[Charge],
+        now: Instant,
+    ) -> Option<Vec<Charge>> {
+        self.standalone()?.charge(charges, now);
+        let owed = self.take_charges(now);
+        self.end_standalone();
+        Some(owed)
+    }
+
+    /// Ends the process's own ledger if the store knows of all permits. Otherwise the process stays alone: the
+    /// limiter gives these permits up with its next request. Returns whether the ledger has ended.
+    pub(super) fn end_if_charged(&mut self) -> bool {
+        let is_charged = self
+            .standalone()
+            .is_some_and(|ledger| !ledger.owes_permits());
+        if is_charged {
+            self.end_standalone();
+        }
+        is_charged
+    }
+
+    fn end_standalone(&mut self) {
         self.standalone = None;
         // In the present window, the process was bound to its share for a time. So it does not
         // count.
-        self.first = self.store_time(clock::micros(clock::now())) / (self.width() * PARTS) + 1;
+        self.first = self.window_at(self.store_time(clock::micros(clock::now()))) + 1;
+    }
+
+    /// Returns the number of the window that a moment of the store's time lies in.
+    fn window_at(&self, moment: Micros) -> u64 {
+        moment / (self.width() * PARTS)
     }
 
     /// Returns the length of a part.
@@ -131,21 +164,17 @@ impl GrantHistory {
     /// Records the lease that the store granted to a call that was sent at `sent`.
     pub(super) fn record(&mut self, lease: &Lease, spec: &LimitSpec, sent: Instant, now: Instant) {
         let window = micros_up(spec.quota().longest_memory() + spec.life() + spec.transit_slack());
-        let told = lease.set_quota.as_ref();
-        let version = told.map_or(spec.quota_version(), |quota| quota.version);
+        let version = match &lease.set_quota {
+            Some(quota) => quota.version,
+            None => spec.quota_version(),
+        };
         if self.window != window || self.version != version {
             self.granted.clear();
             self.follows_change = self.session.is_some();
             (self.window, self.version) = (window, version);
-            self.first = lease.now / (self.width() * PARTS) + 1;
+            self.first = self.window_at(lease.now) + 1;
         }
-        self.session = Some(StoreSession::new(
-            lease.incarnation,
-            lease.writes,
-            lease.now,
-            sent,
-            now,
-        ));
+        self.session = Some(StoreSession::of(lease, sent, now));
         let oldest = (lease.now / self.width()).saturating_sub(PARTS * (self.windows() + 1));
         while self
             .granted
@@ -233,28 +262,22 @@ impl GrantHistory {
             },
         };
         self.last_share = Some(share);
-        let scaled = |quota: crate::Quota| {
-            let quota = quota.part(share.part, share.of);
-            LimitSpec::new(quota, spec.transit_slack(), spec.boundary_guard())
-                .with_life(spec.life())
-        };
         // The earlier grants are charged under the longest limit, into which they fit. The other
         // limits begin with what that limit has counted.
-        let longest = scaled(longest);
-        let own = scaled(*spec.quota());
-        let recently = self.store_time(now).saturating_sub(self.window) / self.width();
-        let recently = self.granted.iter().filter(|part| part.number >= recently);
-        let counted = recently
+        let longest = share.limits(longest, spec);
+        let own = share.limits(*spec.quota(), spec);
+        let oldest = self.store_time(now).saturating_sub(self.window) / self.width();
+        let recent = self.granted.iter().filter(|part| part.number >= oldest);
+        let counted = recent
             .map(|part| (self.local_time(part.last), part.units))
             .take_while(|(at, _)| *at <= now);
-        let charge = |ledger: &mut Ledger, now: Micros| {
+        let mut ledger = KeyLedger::new(Ledger::new(&longest, now));
+        ledger.with(&longest, now, |ledger, now| {
             for (at, units) in counted {
                 let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
                 ledger.charge(&longest, Charge::new(Duration::from_micros(age), units));
             }
-        };
-        let mut ledger = KeyLedger::new(Ledger::new(&longest, now));
-        ledger.with(&longest, now, charge);
+        });
         ledger.with(&own, now, |_, _| ());
         Some(
             self.standalone
@@ -264,7 +287,7 @@ impl GrantHistory {
 
     /// Returns the least units of a window before a moment of the store's time, if there is one.
     fn least_granted(&self, moment: Micros) -> Option<u64> {
-        let now = moment / (self.width() * PARTS);
+        let now = self.window_at(moment);
         let before = self.first.max(now.saturating_sub(self.windows()))..now;
         before.map(|window| self.granted_in(window)).min()
     }
@@ -274,7 +297,7 @@ impl GrantHistory {
     /// granted before.
     fn granted_since_change(&self, moment: Micros) -> u64 {
         if self.follows_change {
-            self.granted_in(moment / (self.width() * PARTS))
+            self.granted_in(self.window_at(moment))
         } else {
             0
         }

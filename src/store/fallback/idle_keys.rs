@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use super::Inner;
 use super::history::GrantHistory;
-use super::standalone::StandaloneLedger;
 use crate::clock;
 use crate::events;
 use crate::join::join_all;
@@ -73,26 +72,24 @@ async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
     if inner.probe(&request).await.is_err() {
         return false;
     }
-    let charges = |history: &mut GrantHistory| history.take_charges(clock::now());
-    let Some(charges) = inner.histories.find(request.key, charges) else {
+    let charges = inner
+        .histories
+        .find(request.key, |history| history.take_charges(clock::now()));
+    let Some(charges) = charges else {
         return true;
     };
     request.charges = charges;
     let reply = inner.store.lease(request.as_request()).arrives().await;
-    let charged = |history: &mut GrantHistory| {
-        // While there are permits that the store does not know of, the process stays alone. The limiter gives
-        // these permits up with its next request.
-        let is_charged = |ledger: &mut StandaloneLedger| !ledger.owes_permits();
-        let ends = reply.is_ok() && history.standalone().is_some_and(is_charged);
-        if ends {
-            history.end_standalone();
-        }
-        ends
-    };
-    if inner.histories.find(request.key, charged) == Some(true) {
+    if reply.is_err() {
+        return false;
+    }
+    let ended = inner
+        .histories
+        .find(request.key, GrantHistory::end_if_charged);
+    if ended == Some(true) {
         events::together(&label(&*inner.store, request.key, None));
     }
-    reply.is_ok()
+    true
 }
 
 /// Held by the task that charges the store. When the task ends, another may start.

@@ -32,7 +32,6 @@ use std::time::Instant;
 
 use smallvec::SmallVec;
 
-use super::memory::usage;
 use super::{
     Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, PeekRequest, Source, Store, StoreError,
     StoreReply, UnusedPermits, Usage, label,
@@ -41,7 +40,6 @@ use crate::clock;
 use crate::events;
 use crate::key::Key;
 use crate::key_map::{Full, KeyMap};
-use crate::limit::Charge;
 use history::GrantHistory;
 pub(crate) use share::Share;
 use standalone::StandaloneLedger;
@@ -76,14 +74,6 @@ impl FallbackStore {
     }
 }
 
-/// Who decides about a request of a process that has been alone.
-enum Decision {
-    /// The process has decided.
-    Alone(Result<Box<Lease>, StoreError>),
-    /// The store, which is charged with this.
-    Together(Vec<Charge>),
-}
-
 /// Returns whether `error` means that the store cannot be reached, so that the process goes on
 /// alone.
 fn is_unreachable(error: &StoreError) -> bool {
@@ -115,6 +105,17 @@ impl Inner {
         self.histories.enter(key, now, make, |_, _| (), with)
     }
 
+    /// Runs `with` on the process's own ledger of a key. `None` if the key has none.
+    fn with_standalone<R>(
+        &self,
+        key: Key,
+        with: impl FnOnce(&mut StandaloneLedger) -> R,
+    ) -> Option<R> {
+        self.histories
+            .find(key, |history| history.standalone().map(with))
+            .flatten()
+    }
+
     /// Takes in the store's reply to a request while the limit is shared. Returns what the limiter
     /// gets for it.
     fn on_reply(
@@ -125,35 +126,41 @@ impl Inner {
         let now = clock::now();
         match reply {
             Ok(lease) => {
-                let record = |history: &mut GrantHistory| {
-                    history.record(&lease, &request.spec, request.sent, now)
-                };
                 // If there is no room for one more key, its grants are not recorded.
-                let _ = self.with_history(request.key, now, record);
+                let _ = self.with_history(request.key, now, |history| {
+                    history.record(&lease, &request.spec, request.sent, now);
+                });
                 Ok(lease)
             }
-            Err(error) if is_unreachable(&error) => {
-                // Other calls of the key may have failed before, and have begun the ledger.
-                let mut begun = None;
-                let go_alone = |history: &mut GrantHistory| {
-                    if history.standalone().is_none() {
-                        let ledger = history.start_standalone(request, now, self.share)?;
-                        begun = Some(*ledger.spec.quota());
-                    }
-                    Some(history.standalone()?.lease(request, now))
-                };
-                let lease = self.with_history(request.key, now, go_alone);
-                let lease = lease.ok().flatten();
-                if let Some(share) = begun {
-                    events::alone(&label(&*self.store, request.key, None), &share, &error);
-                }
-                if lease.is_some() {
-                    idle_keys::keep_charging(self);
-                }
-                lease.unwrap_or(Err(error))
-            }
+            Err(error) if is_unreachable(&error) => self.go_alone(request, error, now),
             Err(error) => Err(error),
         }
+    }
+
+    /// Decides about a request with the process's own ledger, because the store failed with `error`.
+    fn go_alone(
+        self: &Arc<Self>,
+        request: &OwnedLeaseRequest,
+        error: StoreError,
+        now: Instant,
+    ) -> Result<Lease, StoreError> {
+        // Other calls of the key may have failed before, and have begun the ledger.
+        let mut begun = None;
+        let decided = self.with_history(request.key, now, |history| {
+            if history.standalone().is_none() {
+                let ledger = history.start_standalone(request, now, self.share)?;
+                begun = Some(*ledger.spec.quota());
+            }
+            Some(history.standalone()?.lease(request, now))
+        });
+        if let Some(share) = begun {
+            events::alone(&label(&*self.store, request.key, None), &share, &error);
+        }
+        let Ok(Some(lease)) = decided else {
+            return Err(error);
+        };
+        idle_keys::keep_charging(self);
+        lease
     }
 
     /// Requests permits while the process has a ledger of its own.
@@ -167,40 +174,31 @@ impl Inner {
         self: &Arc<Self>,
         mut request: OwnedLeaseRequest,
     ) -> Result<Lease, StoreError> {
-        let probed = match self.probe(&request).await {
-            Ok(reply) => Some(reply),
-            Err(error) if is_unreachable(&error) => None,
-            Err(error) => return Err(error),
-        };
+        let probed = self.probe(&request).await;
         let now = clock::now();
-        let decide = |history: &mut GrantHistory| {
-            let ledger = history.standalone()?;
-            if probed.is_none() {
-                let lease = ledger.lease(&request, now);
-                return Some(Decision::Alone(lease.map(Box::new)));
+        // Another call may have ended the ledger meanwhile.
+        let mut was_alone = false;
+        match probed {
+            Ok(reply) => {
+                let owed = self.histories.find(request.key, |history| {
+                    history.end_with_charges(&request.charges, now)
+                });
+                if let Some(owed) = owed.flatten() {
+                    was_alone = true;
+                    events::together(&label(&*self.store, request.key, None));
+                    request.charges = owed;
+                }
+                request.follow(&reply, now);
             }
-            ledger.charge(&request.charges, now);
-            let owed = history.take_charges(now);
-            // The permits whose slots lie ahead are given up.
-            history.end_standalone();
-            Some(Decision::Together(owed))
-        };
-        let was_alone = match self.histories.find(request.key, decide).flatten() {
-            Some(Decision::Alone(lease)) => {
-                // The task may have ended with the runtime of the caller that started it.
-                idle_keys::keep_charging(self);
-                return lease.map(|lease| *lease);
+            Err(error) if is_unreachable(&error) => {
+                let lease = self.with_standalone(request.key, |ledger| ledger.lease(&request, now));
+                if let Some(lease) = lease {
+                    // The task may have ended with the runtime of the caller that started it.
+                    idle_keys::keep_charging(self);
+                    return lease;
+                }
             }
-            Some(Decision::Together(owed)) => {
-                events::together(&label(&*self.store, request.key, None));
-                request.charges = owed;
-                true
-            }
-            // Another call has ended it meanwhile.
-            None => false,
-        };
-        if let Some(reply) = probed {
-            request.follow(&reply, now);
+            Err(error) => return Err(error),
         }
         request.sent = now;
         let reply = self.store.lease(request.as_request()).arrives().await;
@@ -226,17 +224,19 @@ impl Inner {
 
     /// Takes back unused permits, each in the ledger that granted it. Returns those that the store granted.
     fn take_back(&self, key: Key, unused: &[UnusedPermits]) -> SmallVec<[UnusedPermits; 4]> {
-        let now = clock::micros(clock::now());
-        let take_back = |history: &mut GrantHistory| {
-            unused
-                .iter()
-                .for_each(|unused| history.take_back(*unused, now));
-        };
         if !unused.is_empty() {
-            self.histories.find(key, take_back);
+            let now = clock::micros(clock::now());
+            self.histories.find(key, |history| {
+                for unused in unused {
+                    history.take_back(*unused, now);
+                }
+            });
         }
-        let of_store = |unused: &&UnusedPermits| !Source::granted_standalone(unused);
-        unused.iter().filter(of_store).copied().collect()
+        unused
+            .iter()
+            .filter(|unused| !Source::granted_standalone(unused))
+            .copied()
+            .collect()
     }
 }
 
@@ -252,12 +252,9 @@ impl Store for FallbackStore {
             ..request
         };
         let owned = OwnedLeaseRequest::new(&request);
-        let on_request = |history: &mut GrantHistory| {
-            let ledger = history.standalone()?;
+        let is_alone = inner.with_standalone(owned.key, |ledger| {
             ledger.on_request(owned.session, clock::micros(owned.sent));
-            Some(())
-        };
-        let is_alone = inner.histories.find(owned.key, on_request).flatten();
+        });
         if is_alone.is_some() {
             return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned).await }));
         }
@@ -273,22 +270,13 @@ impl Store for FallbackStore {
     }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
-        let inner = self.0.clone();
-        let asked = request.clone();
-        let own = move |error| {
-            let read = |ledger: &mut StandaloneLedger| Usage {
-                degraded: true,
-                ..ledger.read(clock::now(), |ledger, spec, now| {
-                    usage(ledger, spec, &asked, now)
-                })
-            };
-            inner
-                .histories
-                .find(asked.key, |history| history.standalone().map(read))
-                .flatten()
-                .ok_or(error)
-        };
-        let peeked = self.0.store.peek(request);
-        peeked.then(move |usage| StoreReply::Ready(usage.or_else(own)))
+        let (inner, asked) = (self.0.clone(), request.clone());
+        self.0.store.peek(request).then(move |usage| {
+            StoreReply::Ready(usage.or_else(|error| {
+                inner
+                    .with_standalone(asked.key, |ledger| ledger.usage(&asked, clock::now()))
+                    .ok_or(error)
+            }))
+        })
     }
 }

@@ -1,5 +1,8 @@
 //! The share of a limit that one process uses while the store cannot be reached.
 
+use crate::limit::LimitSpec;
+use crate::quota::Quota;
+
 /// A share of a limit: `part` of `of`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Share {
@@ -21,5 +24,11 @@ impl Share {
                 part: part as u64,
                 of: Share::WHOLE,
             })
+    }
+
+    /// Returns the limits of this share of `quota`, with the slacks and the life of `spec`.
+    pub(super) fn limits(self, quota: Quota, spec: &LimitSpec) -> LimitSpec {
+        let own = quota.part(self.part, self.of);
+        LimitSpec::new(own, spec.transit_slack(), spec.boundary_guard()).with_life(spec.life())
     }
 }

@@ -10,11 +10,12 @@ use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::key_map::Evict;
-use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_down, micros_up};
+use crate::limit::{Charge, LimitSpec, Micros, UnusedPermits, micros_down, micros_up};
 use crate::rng::jittered;
-use crate::store::memory::{KeyLedger, book};
+use crate::store::memory::{KeyLedger, book, usage};
 use crate::store::{
-    ClientSession, Demand, Lease, LeaseRequest, OwnedLeaseRequest, Refusal, Source,
+    ClientSession, Demand, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, Refusal, Source,
+    Usage,
 };
 
 /// With so many entries of permits that the store does not know of, old ones are forgotten, and those with close slots
@@ -87,13 +88,14 @@ impl StandaloneLedger {
 
     /// Returns a request without demands if the store was not called lately.
     pub(super) fn own_request(&mut self, key: Key, now: Micros) -> Option<OwnedLeaseRequest> {
-        let since = |moment: Micros| Duration::from_micros(now.saturating_sub(moment));
-        if since(self.called_at) < jittered(PROBE_INTERVAL) {
+        let unused_for = Duration::from_micros(now.saturating_sub(self.called_at));
+        if unused_for < jittered(PROBE_INTERVAL) {
             return None;
         }
         self.called_at = now;
+        let since_request = Duration::from_micros(now.saturating_sub(self.requested_at));
         let session = ClientSession {
-            since: self.session.since.saturating_add(since(self.requested_at)),
+            since: self.session.since.saturating_add(since_request),
             ..self.session
         };
         Some(OwnedLeaseRequest::new(&LeaseRequest {
@@ -140,12 +142,14 @@ impl StandaloneLedger {
             ..request.as_request()
         };
         let at = clock::micros(now);
-        let book = |ledger: &mut Ledger, now| book(ledger, now, &own);
+        let booked = self
+            .ledger
+            .with(&self.spec, at, |ledger, now| book(ledger, now, &own));
         let Lease {
             grants,
             mut refused,
             ..
-        } = self.ledger.with(&self.spec, at, book);
+        } = booked;
         if fitting < request.demands.len() {
             refused = refused.or(Some(Refusal::NEVER));
         }
@@ -191,16 +195,16 @@ impl StandaloneLedger {
         }
     }
 
-    /// Returns what `read` returns of the ledger.
-    pub(super) fn read<T>(
-        &mut self,
-        now: Instant,
-        read: impl FnOnce(&mut Ledger, &LimitSpec, Micros) -> T,
-    ) -> T {
+    /// Returns the usage of the share.
+    pub(super) fn usage(&mut self, request: &PeekRequest, now: Instant) -> Usage {
         let spec = &self.spec;
-        self.ledger.with(spec, clock::micros(now), |ledger, now| {
-            read(ledger, spec, now)
-        })
+        let usage = self.ledger.with(spec, clock::micros(now), |ledger, now| {
+            usage(ledger, spec, request, now)
+        });
+        Usage {
+            degraded: true,
+            ..usage
+        }
     }
 
     /// Takes back unused permits that the process granted itself.
