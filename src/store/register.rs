@@ -78,7 +78,8 @@ pub(super) struct Registers {
     versions: AtomicU64,
 }
 
-/// A register that is kept.
+/// A register that is kept. By default one that has expired.
+#[derive(Default)]
 struct Kept {
     version: u64,
     value: Vec<u8>,
@@ -111,21 +112,12 @@ impl Registers {
         let key = change.key.and(kind.to_le_bytes());
         let Some(value) = &change.value else {
             let read = self.kept.find(key, |kept| kept.read(kind, now));
-            return Ok(read.unwrap_or(Register {
-                kind,
-                ..Register::default()
-            }));
-        };
-        let make = || Kept {
-            version: 0,
-            value: Vec::new(),
-            changed: now,
-            until: now,
+            return Ok(read.unwrap_or_else(|| Kept::default().read(kind, now)));
         };
         self.kept.enter(
             key,
             now,
-            make,
+            Kept::default,
             |_, _| (),
             |kept| {
                 if kept.version_at(now) != change.version {
@@ -161,13 +153,12 @@ impl Kept {
                 ..Register::default()
             };
         }
-        let age = Duration::from_micros(now.saturating_sub(self.changed));
         Register {
             kind,
             changed: false,
             version: self.version,
             value: self.value.clone(),
-            age,
+            age: Duration::from_micros(now.saturating_sub(self.changed)),
         }
     }
 }

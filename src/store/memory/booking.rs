@@ -21,20 +21,16 @@ pub(in crate::store) fn book(
 ) -> Lease {
     ledger.renew_quota();
     let held = held(ledger.hold(hold(request.hold, now)), now);
-    request
-        .returns
-        .iter()
-        .for_each(|&unused| ledger.take_back(unused));
-    request
-        .charges
-        .iter()
-        .take(Charge::MOST)
-        .for_each(|&charge| ledger.charge(request.spec, charge));
+    for unused in request.returns {
+        ledger.take_back(*unused);
+    }
+    for charge in request.charges.iter().take(Charge::MOST) {
+        ledger.charge(request.spec, *charge);
+    }
     // The ledger compares what is left with its log. So this follows the returns and the charges.
-    request
-        .remaining
-        .iter()
-        .for_each(|remaining| ledger.see(request.spec, remaining));
+    if let Some(remaining) = &request.remaining {
+        ledger.see(request.spec, remaining);
+    }
     let latest = now.saturating_add(micros_down(request.latest));
     let life = micros_up(request.validity);
     let mut lease = Lease {
@@ -47,8 +43,6 @@ pub(in crate::store) fn book(
         lease.recovering = Some(Duration::ZERO);
     }
     for demand in request.demands.iter().filter(|_| !is_outdated) {
-        let grants = &mut lease.grants;
-        let granted = |booking: Booking| grants.push(grant_of(booking, demand.cost, now));
         let order = Order {
             cost: demand.cost,
             count: demand.count,
@@ -57,7 +51,10 @@ pub(in crate::store) fn book(
             life,
             borrows: request.borrows,
         };
-        if let Err(late) = ledger.book(request.spec, order, granted) {
+        let booked = ledger.book(request.spec, order, |booking| {
+            lease.grants.push(grant_of(booking, demand.cost, now));
+        });
+        if let Err(late) = booked {
             let wait = (late.slot < Micros::MAX).then(|| span(now, late.slot));
             lease.refused = Some(Refusal {
                 wait,

@@ -104,13 +104,13 @@ impl MemoryStore {
         make: impl FnOnce() -> Ledger,
         with: impl FnOnce(&mut KeyLedger) -> R,
     ) -> Result<R, StoreError> {
-        let make = || KeyLedger::new(make());
-        let entered = self.counts.enter(key, now, make, |_, _| (), with);
-        entered.map_err(|full| self.full(full))
+        self.counts
+            .enter(key, now, || KeyLedger::new(make()), |_, _| (), with)
+            .map_err(|Full| self.full())
     }
 
     /// Returns the error of a call for one more key than there is room for.
-    fn full(&self, _: Full) -> StoreError {
+    fn full(&self) -> StoreError {
         StoreError::Full {
             max_keys: self.max_keys,
         }
@@ -132,15 +132,19 @@ impl MemoryStore {
             life,
             above: 0,
         };
-        let change = |counts: &mut KeyLedger| {
-            counts.align(spec, now);
-            let before = counts.ledger.quota_version();
-            counts.ledger.change_quota(spec, change, now);
-            counts.fresh_from = counts.ledger.fresh_from();
-            let hold = held(counts.ledger.hold(StoredHold::default()), now);
-            (before, InForce::new(hold, counts.ledger.quota_unless(0)))
-        };
-        let (before, in_force) = self.enter(key, now, || Ledger::empty(now), change)?;
+        let (before, in_force) = self.enter(
+            key,
+            now,
+            || Ledger::empty(now),
+            |counts| {
+                counts.align(spec, now);
+                let before = counts.ledger.quota_version();
+                counts.ledger.change_quota(spec, change, now);
+                counts.fresh_from = counts.ledger.fresh_from();
+                let hold = held(counts.ledger.hold(StoredHold::default()), now);
+                (before, InForce::new(hold, counts.ledger.quota_unless(0)))
+            },
+        )?;
         if let Some(quota) = &in_force.set_quota
             && before != quota.version
         {
@@ -158,8 +162,7 @@ impl MemoryStore {
         change: impl FnOnce(&mut Ledger, Micros) -> StoredHold,
     ) -> Result<InForce, StoreError> {
         let now = clock::micros(clock::now());
-        let set = |ledger: &mut Ledger, now| held(change(ledger, now), now);
-        let held = self.with(key, spec, now, set)?;
+        let held = self.with(key, spec, now, |ledger, now| held(change(ledger, now), now))?;
         self.listeners.notify_all(key, &StoreEvent::Hold(held));
         Ok(InForce::new(held, None))
     }
@@ -241,7 +244,9 @@ impl Store for MemoryStore {
         let now = clock::micros(clock::now());
         self.counts.find(key, |counts| {
             counts.with(spec, now, |ledger, _| {
-                unused.iter().for_each(|&unused| ledger.take_back(unused))
+                for unused in unused {
+                    ledger.take_back(*unused);
+                }
             });
         });
     }
@@ -260,8 +265,8 @@ impl Store for MemoryStore {
                     notify(listener, key, holder, event);
                 }
             }
-            Err(full) => {
-                let failed = StoreEvent::Failed(self.full(full));
+            Err(Full) => {
+                let failed = StoreEvent::Failed(self.full());
                 listener.clone().on_event(key, claim.holder, failed);
             }
         }
@@ -274,9 +279,9 @@ impl Store for MemoryStore {
                 remaining,
             } => self.change_hold(key, spec, |ledger, now| {
                 let in_force = ledger.hold_anew(hold(state, now));
-                remaining
-                    .iter()
-                    .for_each(|remaining| ledger.see(spec, remaining));
+                if let Some(remaining) = &remaining {
+                    ledger.see(spec, remaining);
+                }
                 in_force
             }),
             Change::Release => self.change_hold(key, spec, |ledger, _| ledger.release()),
@@ -292,39 +297,32 @@ impl Store for MemoryStore {
     fn compare_and_set(&self, change: RegisterRequest) -> StoreReply<Register> {
         let now = clock::micros(clock::now());
         let reply = self.registers.compare_and_set(&change, now);
-        let reply = reply.map_err(|full| self.full(full));
-        if let (
-            Ok(Register {
-                changed: true,
-                version,
-                ..
-            }),
-            Some(value),
-        ) = (&reply, change.value)
+        if let (Ok(register), Some(value)) = (&reply, change.value)
+            && register.changed
             && change.notify != Recipients::None
         {
             // All listeners are in this process, so `Recipients::One` is all of them.
-            let register = Register {
+            let changed = Register {
                 kind: change.kind,
-                version: *version,
+                version: register.version,
                 value,
                 ..Register::default()
             };
             self.listeners
-                .notify_all(change.key, &StoreEvent::Register(register));
+                .notify_all(change.key, &StoreEvent::Register(changed));
         }
-        StoreReply::Ready(reply)
+        StoreReply::Ready(reply.map_err(|Full| self.full()))
     }
 
     fn peek(&self, request: PeekRequest) -> StoreReply<Usage> {
         let now = clock::micros(clock::now());
         let (key, spec) = (request.key, &request.spec);
-        let read = |ledger: &mut Ledger, now| usage(ledger, spec, &request, now);
         // A question changes nothing: limits that it states would apply to others.
-        let known = self
+        let mut copy = self
             .counts
-            .find(key, |counts| counts.clone().with(spec, now, read));
-        let rates = known.unwrap_or_else(|| read(&mut Ledger::new(spec, now), now));
+            .find(key, |counts| counts.clone())
+            .unwrap_or_else(|| KeyLedger::new(Ledger::new(spec, now)));
+        let rates = copy.with(spec, now, |ledger, now| usage(ledger, spec, &request, now));
         let Some(most) = spec.quota().most_in_flight() else {
             return StoreReply::Ready(Ok(rates));
         };
