@@ -83,24 +83,19 @@ impl RedisStoreBuilder {
             store_timeout,
         } = self;
         let connecting = connecting?;
-        let out_of_range = |setting, value: String, allowed| {
-            Err(ConfigError::out_of_range(setting, value, allowed))
-        };
-        let odd = |byte: u8| !byte.is_ascii_graphic() || matches!(byte, b'{' | b'}');
-        if prefix.is_empty()
-            || prefix.len() > RedisStoreBuilder::LONGEST_PREFIX
-            || prefix.bytes().any(odd)
+        let lengths = 1..=RedisStoreBuilder::LONGEST_PREFIX;
+        if !lengths.contains(&prefix.len())
+            || prefix.contains(|letter: char| !letter.is_ascii_graphic() || "{}".contains(letter))
         {
             let allowed = "1 to 64 printable ASCII characters, without braces and spaces";
-            return out_of_range("prefix", format!("{prefix:?}"), allowed);
+            let value = format!("{prefix:?}");
+            return Err(ConfigError::out_of_range("prefix", value, allowed));
         }
-        if !(Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT).contains(&store_timeout)
-        {
-            return out_of_range(
-                "store_timeout",
-                format!("{store_timeout:?}"),
-                "from 1 ms to 60 s",
-            );
+        let timeouts = Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT;
+        if !timeouts.contains(&store_timeout) {
+            let value = format!("{store_timeout:?}");
+            let allowed = "from 1 ms to 60 s";
+            return Err(ConfigError::out_of_range("store_timeout", value, allowed));
         }
         let decides_jointly = connecting.is_one_server();
         let (channels, tally) = (format!("{prefix}:told:"), StoreTally::new(&prefix));

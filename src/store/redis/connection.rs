@@ -21,6 +21,9 @@ pub(super) struct Connection {
 
 impl Connection {
     /// Sends a command. The future completes with the reply of the server.
+    ///
+    /// This runs code of the user if the user made the connection, and that may panic. So each caller is in
+    /// a task of its own, whose end harms one call at most.
     pub(super) fn send(&self, request: ServerRequest) -> ServerReply {
         (self.send)(request)
     }

@@ -153,7 +153,14 @@ pub(super) fn cluster<S: AsRef<str>>(
             "all URLs of a cluster need the same scheme, user, password and database",
         ));
     }
-    let address = |node: &ConnectionInfo| match node.addr() {
+    let servers: Option<Vec<_>> = nodes.iter().map(address_of).collect();
+    let servers = servers.ok_or_else(|| refused("a cluster needs hosts and ports, not sockets"))?;
+    Ok(Connecting::Cluster(Arc::new(Seeds { servers, settings })))
+}
+
+/// Returns the host and the port of a server. `None` if it is a socket.
+fn address_of(node: &ConnectionInfo) -> Option<Address> {
+    match node.addr() {
         ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => {
             Some(Address {
                 host: host.as_str().into(),
@@ -161,24 +168,25 @@ pub(super) fn cluster<S: AsRef<str>>(
             })
         }
         _ => None,
-    };
-    let servers: Option<Vec<_>> = nodes.iter().map(address).collect();
-    let servers = servers.ok_or_else(|| refused("a cluster needs hosts and ports, not sockets"))?;
-    Ok(Connecting::Cluster(Arc::new(Seeds { servers, settings })))
+    }
 }
 
 /// Returns whether two servers need the same settings, apart from their addresses.
 fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
-    let tls = |info: &ConnectionInfo| match info.addr() {
-        ConnectionAddr::TcpTls { insecure, .. } => Some(*insecure),
-        _ => None,
-    };
     let (ones, others) = (one.redis_settings(), other.redis_settings());
-    tls(one) == tls(other)
+    is_insecure_tls(one) == is_insecure_tls(other)
         && ones.username() == others.username()
         && ones.password() == others.password()
         && ones.db() == others.db()
         && ones.protocol() == others.protocol()
+}
+
+/// Returns whether TLS checks no certificates. `None` without TLS.
+fn is_insecure_tls(info: &ConnectionInfo) -> Option<bool> {
+    match info.addr() {
+        ConnectionAddr::TcpTls { insecure, .. } => Some(*insecure),
+        _ => None,
+    }
 }
 
 /// Returns the settings of TCP. Without `nodelay`, a call may wait for the acknowledgement of the

@@ -98,16 +98,16 @@ impl RedisFailure {
 
     /// Returns the error for the caller of the store.
     pub(super) fn to_error(&self) -> StoreError {
-        let of_server = |error| of_server(self.server.as_ref(), error);
-        match &self.why {
-            FailureKind::Down(error) => error.clone(),
-            FailureKind::Error(error) if RedisFailure::is_reply(error) => {
-                StoreError::failed(of_server(error.clone().into()))
-            }
-            FailureKind::Error(error) => StoreError::away(of_server(error.clone().into())),
-            FailureKind::Silent(after) => {
-                StoreError::away(of_server(format!("no answer within {after:?}").into()))
-            }
+        let (error, is_reply) = match &self.why {
+            FailureKind::Down(error) => return error.clone(),
+            FailureKind::Error(error) => (error.clone().into(), RedisFailure::is_reply(error)),
+            FailureKind::Silent(after) => (format!("no answer within {after:?}").into(), false),
+        };
+        let error = of_server(self.server.as_ref(), error);
+        if is_reply {
+            StoreError::failed(error)
+        } else {
+            StoreError::away(error)
         }
     }
 }

@@ -141,8 +141,7 @@ impl Link {
                     self.state
                         .send_replace(LinkState::Up(connection.clone(), self.links.count()));
                     events::store_connected(self.server.as_deref());
-                    // In a task of its own, because a connection that the user made may panic. The
-                    // information about the server is optional, and some servers forbid `INFO`.
+                    // The information about the server is optional, and some servers forbid `INFO`.
                     tokio::spawn(async move {
                         let info = timeout(
                             LONGEST_CONNECTING,
@@ -185,7 +184,6 @@ impl Link {
     /// Sends a PING, which finds out whether the connection works. It is sent even if the handle is dropped.
     pub(super) fn ping(self: &Arc<Self>) -> JoinHandle<()> {
         let link = self.clone();
-        // In a task of its own, because a connection that the user made may panic.
         tokio::spawn(async move {
             let _ = link
                 .send(redis::cmd("PING").into(), link.links.deadline())
@@ -242,6 +240,10 @@ impl Link {
         }
     }
 
+    pub(super) fn is_connected(&self) -> bool {
+        self.is_up() == Some(true)
+    }
+
     /// Completes when calls fail at once because there is no connection.
     pub(super) async fn until_down(&self) {
         // The link has the sender, so the channel is not closed.
@@ -263,13 +265,10 @@ impl Link {
         deadline: Instant,
     ) -> Result<Value, RedisFailure> {
         let is_call = request.is_call;
-        let silent = |_| self.silent(self.links.store_timeout);
         let (connection, number) = self.connection(deadline).await?;
         let sent = clock::now();
         *lock(&self.used_at) = sent;
-        let reply = timeout_at(deadline.into(), connection.send(request))
-            .await
-            .map_err(silent);
+        let reply = timeout_at(deadline.into(), connection.send(request)).await;
         let failure = match reply {
             Ok(Ok(value)) => {
                 if is_call {
@@ -278,7 +277,7 @@ impl Link {
                 return Ok(value);
             }
             Ok(Err(error)) => self.failure(FailureKind::Error(error)),
-            Err(silent) => silent,
+            Err(_) => self.silent(self.links.store_timeout),
         };
         let had_time = deadline.saturating_duration_since(sent) >= self.links.store_timeout / 2;
         if failure.breaks()
@@ -303,32 +302,28 @@ impl Link {
     /// most.
     async fn connection(&self, deadline: Instant) -> Result<(Connection, u64), RedisFailure> {
         let mut states = self.state.subscribe();
-        loop {
-            match &*states.borrow_and_update() {
-                LinkState::Up(connection, number) => return Ok((connection.clone(), *number)),
-                LinkState::Down(error) => {
-                    return Err(self.failure(FailureKind::Down(error.clone())));
-                }
-                LinkState::New => {}
-            }
-            if timeout_at(deadline.into(), states.changed()).await.is_err() {
-                return Err(self.silent(self.links.store_timeout));
-            }
+        let tried = states.wait_for(|state| !matches!(state, LinkState::New));
+        let state = timeout_at(deadline.into(), tried).await;
+        match state.ok().and_then(Result::ok).as_deref() {
+            Some(LinkState::Up(connection, number)) => Ok((connection.clone(), *number)),
+            Some(LinkState::Down(error)) => Err(self.failure(FailureKind::Down(error.clone()))),
+            Some(LinkState::New) | None => Err(self.silent(self.links.store_timeout)),
         }
     }
 
     /// If `condition` holds for the state, marks the link as down. Calls then fail at once, until
     /// there is a new connection. Returns whether `condition` held.
     fn give_up(&self, condition: impl Fn(&LinkState) -> bool, failure: &RedisFailure) -> bool {
+        let error = failure.to_error();
         let gave_up = self.state.send_if_modified(|state| {
             let breaks = condition(state);
             if breaks {
-                *state = LinkState::Down(failure.to_error());
+                *state = LinkState::Down(error.clone());
             }
             breaks
         });
         if gave_up {
-            self.report(&failure.to_error());
+            self.report(&error);
             self.links.broke.notify_one();
         }
         gave_up

@@ -121,7 +121,6 @@ pub(super) async fn listen(
 fn publish_empty(backend: Backend, channel: &str) -> impl Future<Output = bool> {
     let mut command = redis::cmd("PUBLISH");
     command.arg(channel).arg("");
-    // In a task of its own, because a connection that the user made may panic.
     let published = tokio::spawn(async move {
         match backend.send_any(command, backend.links.deadline()).await {
             Ok(_) => true,

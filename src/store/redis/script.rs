@@ -277,11 +277,12 @@ impl Script {
         let names_channel = call
             .iter()
             .any(|argument| matches!(argument, Argument::Channel(_)));
-        let database = match names_channel {
-            true => backend.database(deadline).await?,
-            false => 0,
+        let database = if names_channel {
+            backend.database(deadline).await?
+        } else {
+            0
         };
-        let command = |name: &str, script: &str| {
+        let send = |name: &str, script: &str| {
             let mut command = redis::cmd(name);
             command.arg(script).arg(keys.len());
             for key in keys {
@@ -293,29 +294,27 @@ impl Script {
                     Argument::Channel(channel) => command.arg(backend.channel(database, channel)),
                 };
             }
-            command
+            backend.send(key, command, deadline)
         };
-        let send = |command| backend.send(key, command, deadline);
-        let by_hash = || send(command("EVALSHA", &self.sent.hash));
-        let by_text = || send(command("EVAL", &self.sent.text));
+        let Inlined { hash, text } = self.sent;
         let loads = self.loads.load(Ordering::Relaxed);
-        let mut reply = by_hash().await;
+        let mut reply = send("EVALSHA", hash).await;
         if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
             let loading = timeout_at(deadline.into(), self.loading.lock())
                 .await
                 .map_err(|_| StoreError::away("the script was not loaded in time"))?;
             reply = if self.loads.load(Ordering::Relaxed) == loads {
-                let reply = by_text().await;
+                let reply = send("EVAL", text).await;
                 let loaded = u64::from(reply.is_ok());
                 self.loads.fetch_add(loaded, Ordering::Relaxed);
                 reply
             } else {
                 drop(loading);
-                by_hash().await
+                send("EVALSHA", hash).await
             };
             // In a cluster, the other call may have sent it to another server.
             if reply.as_ref().is_err_and(RedisFailure::is_no_script) {
-                reply = by_text().await;
+                reply = send("EVAL", text).await;
             }
         }
         match reply? {

@@ -84,6 +84,15 @@ struct SlotTable {
 }
 
 impl SlotTable {
+    fn link(&self, server: &Address) -> Option<&Arc<Link>> {
+        self.nodes.get(server).map(|node| &node.link)
+    }
+
+    /// Returns whether no server is down.
+    fn is_well(&self) -> bool {
+        self.nodes.values().all(|node| node.link.down().is_none())
+    }
+
     /// Drops the links to servers that are no primaries.
     fn drop_others(&mut self) {
         let SlotTable { map, nodes } = self;
@@ -121,11 +130,7 @@ impl Cluster {
             return Some(error.clone());
         }
         let table = read(&self.table);
-        table
-            .nodes
-            .get(table.map.primary(slot_of(key))?)?
-            .link
-            .down()
+        table.link(table.map.primary(slot_of(key))?)?.down()
     }
 
     /// Returns whether the map and the connections to all servers in use are there. `None` if none was
@@ -136,9 +141,7 @@ impl Cluster {
             MapState::Failed(_) => return Some(false),
             MapState::Known => {}
         }
-        let table = read(&self.table);
-        let mut nodes = table.nodes.values();
-        Some(nodes.all(|node| node.link.down().is_none()))
+        Some(read(&self.table).is_well())
     }
 
     /// Returns the database of all connections.
@@ -219,23 +222,20 @@ impl Cluster {
     /// Waits until there is a map, until `deadline` at most.
     async fn known(&self, deadline: Instant) -> Result<(), RedisFailure> {
         let mut states = self.state.subscribe();
-        loop {
-            match &*states.borrow_and_update() {
-                MapState::Known => return Ok(()),
-                MapState::Failed(error) => return Err(RedisFailure::down(error.clone())),
-                MapState::Unknown => {}
-            }
-            if timeout_at(deadline.into(), states.changed()).await.is_err() {
-                return Err(RedisFailure::silent(self.links.store_timeout));
-            }
+        let tried = states.wait_for(|state| !matches!(state, MapState::Unknown));
+        let state = timeout_at(deadline.into(), tried).await;
+        match state.ok().and_then(Result::ok).as_deref() {
+            Some(MapState::Known) => Ok(()),
+            Some(MapState::Failed(error)) => Err(RedisFailure::down(error.clone())),
+            Some(MapState::Unknown) | None => Err(RedisFailure::silent(self.links.store_timeout)),
         }
     }
 
     /// Returns the link to `server`, and makes it if there is none.
     fn link(&self, server: &Address) -> Arc<Link> {
         let table = read(&self.table);
-        if let Some(node) = table.nodes.get(server) {
-            return node.link.clone();
+        if let Some(link) = table.link(server) {
+            return link.clone();
         }
         drop(table);
         let mut table = write(&self.table);
@@ -276,12 +276,10 @@ impl Cluster {
             let table = read(&self.table);
             let (mut connected, mut others) = (Vec::new(), Vec::new());
             for server in table.map.primaries() {
-                let link = table.nodes.get(server).map(|node| &node.link);
+                let link = table.link(server);
                 match link.and_then(|link| link.down()) {
                     Some(error) => failure = RedisFailure::down(error),
-                    None if link.is_some_and(|link| link.is_up() == Some(true)) => {
-                        connected.push(server);
-                    }
+                    None if link.is_some_and(|link| link.is_connected()) => connected.push(server),
                     None => others.push(server),
                 }
             }
@@ -344,9 +342,10 @@ impl Cluster {
     /// first caller of each such server would wait for `store_timeout`.
     fn check_others(&self) {
         let table = read(&self.table);
-        let links = table.nodes.values().map(|node| &node.link);
-        for link in links.filter(|link| link.is_up() == Some(true)) {
-            drop(link.ping());
+        for node in table.nodes.values() {
+            if node.link.is_connected() {
+                drop(node.link.ping());
+            }
         }
     }
 
@@ -354,13 +353,16 @@ impl Cluster {
     async fn learn(self: &Arc<Self>) -> Result<SlotMap, StoreError> {
         let servers: Vec<_> = {
             let table = read(&self.table);
-            let is_up = |node: &&ServerLink| node.link.is_up() == Some(true);
-            let connected = table.nodes.iter().filter(|(_, node)| is_up(node));
-            let connected = connected.map(|(server, _)| server).collect();
-            let link = |server| Some(table.nodes.get(server).filter(is_up)?.link.clone());
-            let servers = in_turn(connected, &self.seeds.servers, table.map.servers());
-            servers
-                .map(|server| (server.clone(), link(server)))
+            let nodes = table.nodes.iter();
+            let connected = nodes
+                .filter(|(_, node)| node.link.is_connected())
+                .map(|(server, _)| server)
+                .collect();
+            in_turn(connected, &self.seeds.servers, table.map.servers())
+                .map(|server| {
+                    let link = table.link(server).filter(|link| link.is_connected());
+                    (server.clone(), link.cloned())
+                })
                 .collect()
         };
         let asks = servers.into_iter().map(|(address, link)| {
@@ -391,8 +393,6 @@ impl Cluster {
     ) -> Result<SlotMap, StoreError> {
         let mut command = redis::cmd("CLUSTER");
         command.arg("SLOTS");
-        let name: Arc<str> = server.to_string().into();
-        let away = |error: BoxError| StoreError::away(of_server(Some(&name), error));
         let reply = if let Some(link) = link {
             link.send(command.into(), self.links.deadline()).await?
         } else {
@@ -402,12 +402,12 @@ impl Cluster {
             };
             timeout(LONGEST_CONNECTING, asking)
                 .await
-                .map_err(|_| away(format!("no answer within {LONGEST_CONNECTING:?}").into()))?
-                .map_err(|error| away(error.into()))?
+                .map_err(|_| away(server, format!("no answer within {LONGEST_CONNECTING:?}")))?
+                .map_err(|error| away(server, error))?
         };
         let map = SlotMap::read(&reply, server);
         if map.is_empty() {
-            return Err(away("it knows of no server that has slots".into()));
+            return Err(away(server, "it knows of no server that has slots"));
         }
         Ok(map)
     }
@@ -445,6 +445,11 @@ impl Cluster {
     /// Returns whether there is a map and no server in it is down.
     fn is_well(&self) -> bool {
         let table = read(&self.table);
-        !table.map.is_empty() && table.nodes.values().all(|node| node.link.down().is_none())
+        !table.map.is_empty() && table.is_well()
     }
+}
+
+fn away(server: &Address, error: impl Into<BoxError>) -> StoreError {
+    let name = server.to_string().into();
+    StoreError::away(of_server(Some(&name), error.into()))
 }

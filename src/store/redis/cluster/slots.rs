@@ -21,16 +21,15 @@ pub(super) fn slot_of(key: &str) -> u16 {
 
 /// CRC-16/XMODEM.
 fn crc16(bytes: &[u8]) -> u16 {
-    let shift = |crc: u16, _| {
-        if crc & 0x8000 == 0 {
-            crc << 1
-        } else {
-            (crc << 1) ^ 0x1021
+    let mut crc = 0;
+    for byte in bytes {
+        crc ^= u16::from(*byte) << 8;
+        for _ in 0..8 {
+            let carry = crc & 0x8000 != 0;
+            crc = (crc << 1) ^ if carry { 0x1021 } else { 0 };
         }
-    };
-    bytes.iter().fold(0, |crc, byte| {
-        (0..8).fold(crc ^ (u16::from(*byte) << 8), shift)
-    })
+    }
+    crc
 }
 
 /// The host and the port of a server.
@@ -100,11 +99,10 @@ impl SlotMap {
             let [Value::Int(first), Value::Int(last), servers @ ..] = &range[..] else {
                 continue;
             };
-            let server = |server: &Value| match server {
-                Value::Array(server) => read_server(server, sent_by),
-                _ => None,
-            };
-            let servers: Vec<_> = servers.iter().map(server).collect();
+            let servers: Vec<_> = servers
+                .iter()
+                .map(|server| read_server(server, sent_by))
+                .collect();
             if let Some(Some(primary)) = servers.first() {
                 for slot in (*first).max(0)..=(*last).min(i64::from(SLOTS) - 1) {
                     map.set_primary(slot as u16, primary);
@@ -144,8 +142,11 @@ impl SlotMap {
     }
 }
 
-fn read_server(server: &[Value], sent_by: &Address) -> Option<Address> {
-    let [host, Value::Int(port), ..] = server else {
+fn read_server(server: &Value, sent_by: &Address) -> Option<Address> {
+    let Value::Array(server) = server else {
+        return None;
+    };
+    let [host, Value::Int(port), ..] = &server[..] else {
         return None;
     };
     let host = match host {

@@ -98,16 +98,18 @@ pub(in crate::store::redis) fn read_joint(
     let mut reply = ReplyReader(reply);
     reply.format()?;
     reply.begins_with(GRANTED)?;
-    let read = |_| {
-        let (added, size) = (reply.byte()?, reply.number(2)?);
-        let mut part = reply.bytes(size as usize)?.to_vec();
-        if let Some(error) = part.strip_prefix(b"-") {
-            return Ok(Err(String::from_utf8_lossy(error).into_owned()));
-        }
-        *part.get_mut(STATUS).ok_or(Garbled)? |= added;
-        Ok(Ok(part))
-    };
-    (0..keys).map(read).collect()
+    (0..keys).map(|_| read_part(&mut reply)).collect()
+}
+
+/// Reads the reply of the next key of a joint request.
+fn read_part(reply: &mut ReplyReader<'_>) -> Result<Result<Vec<u8>, String>, Garbled> {
+    let (added, size) = (reply.byte()?, reply.number(2)?);
+    let mut part = reply.bytes(size as usize)?.to_vec();
+    if let Some(error) = part.strip_prefix(b"-") {
+        return Ok(Err(String::from_utf8_lossy(error).into_owned()));
+    }
+    *part.get_mut(STATUS).ok_or(Garbled)? |= added;
+    Ok(Ok(part))
 }
 
 /// Reads the reply to [`peek`](super::peek).
