@@ -83,13 +83,11 @@ impl JointCall {
         Ok(())
     }
 
-    /// Returns whether a store has put a call here.
     pub(crate) fn is_used(&self) -> bool {
         let gathered = lock(&self.gathered);
         !gathered.calls.is_empty()
     }
 
-    /// Sends the calls.
     pub(crate) fn send(&self) {
         let mut gathered = lock(&self.gathered);
         gathered.is_sent = true;
@@ -108,6 +106,5 @@ impl JointCall {
         false
     }
 
-    /// Sends the calls.
     pub(crate) fn send(&self) {}
 }

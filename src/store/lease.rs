@@ -263,7 +263,6 @@ impl Grant {
         }
     }
 
-    /// Returns the units of all permits.
     pub(crate) fn units(&self) -> u64 {
         u64::from(self.cost) * u64::from(self.count)
     }

@@ -32,7 +32,6 @@ pub(crate) struct OwnedLeaseRequest {
 }
 
 impl OwnedLeaseRequest {
-    /// Copies a request.
     pub(crate) fn new(request: &LeaseRequest<'_>) -> Self {
         OwnedLeaseRequest {
             key: request.key,
@@ -61,7 +60,6 @@ impl OwnedLeaseRequest {
         };
     }
 
-    /// Returns the request as a store takes it.
     pub(crate) fn as_request(&self) -> LeaseRequest<'_> {
         LeaseRequest {
             key: self.key,

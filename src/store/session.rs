@@ -85,7 +85,6 @@ impl StoreSession {
         })
     }
 
-    /// Returns how long the round trip of the call took.
     pub(crate) fn round_trip(&self) -> Duration {
         self.received.saturating_duration_since(self.sent)
     }

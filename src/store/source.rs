@@ -26,7 +26,6 @@ impl Source {
     /// The incarnation of permits that a process granted itself. No store draws it.
     pub(crate) const STANDALONE_INCARNATION: u64 = u64::MAX;
 
-    /// Returns whether this process granted the permits itself.
     pub(crate) fn is_standalone(self) -> bool {
         !matches!(self, Source::Store)
     }

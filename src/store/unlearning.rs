@@ -18,7 +18,6 @@ use crate::clock;
 pub(crate) struct UnlearningStore(Arc<dyn Store>);
 
 impl UnlearningStore {
-    /// Decorates `store`.
     pub(crate) fn new(store: Arc<dyn Store>) -> Self {
         UnlearningStore(store)
     }

@@ -142,7 +142,6 @@ impl GrantHistory {
         (self.window / PARTS).max(1)
     }
 
-    /// Returns how many windows the share depends on.
     fn windows(&self) -> u64 {
         (DETECTION_TIME.div_ceil(self.window.max(1)) + 1).clamp(*WINDOWS.start(), *WINDOWS.end())
     }
@@ -303,7 +302,6 @@ impl GrantHistory {
         }
     }
 
-    /// Returns the units of the window with this number.
     fn granted_in(&self, window: u64) -> u64 {
         self.granted
             .iter()

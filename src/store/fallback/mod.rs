@@ -44,7 +44,6 @@ use history::GrantHistory;
 pub(crate) use share::Share;
 use standalone::StandaloneLedger;
 
-/// A store with a fallback.
 pub(crate) struct FallbackStore(Arc<Inner>);
 
 struct Inner {

@@ -72,7 +72,6 @@ impl StandaloneLedger {
         }
     }
 
-    /// Returns from when the ledger can be dropped.
     pub(super) fn idle_from(&self) -> Option<Micros> {
         let last = self.uncharged.back();
         let counts_until = last.map_or(0, |owed| owed.slot + self.window);

@@ -46,7 +46,6 @@ pub(super) struct Client {
     starting: Mutex<()>,
 }
 
-/// The reply to a call.
 pub(super) type ReplyFuture<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
 
 impl Client {
@@ -122,7 +121,6 @@ impl Client {
         running.orders.send(order).map_err(|_| StoreError::Lost)
     }
 
-    /// Returns the script for calls of this kind.
     pub(super) fn script(&self, kind: CallKind) -> &Arc<Script> {
         &self.scripts[kind as usize]
     }

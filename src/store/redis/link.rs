@@ -53,7 +53,6 @@ impl Links {
         }
     }
 
-    /// Returns a subscription to new connections.
     pub(super) fn connections(&self) -> Connections {
         Connections(self.made.subscribe())
     }
@@ -191,12 +190,10 @@ impl Link {
         })
     }
 
-    /// Returns when the next PING is due.
     fn quiet_at(&self) -> Instant {
         clock::after(*lock(&self.used_at), QUIET)
     }
 
-    /// Makes a connection.
     async fn connect(self: &Arc<Self>) -> Result<Connection, StoreError> {
         let link = self.clone();
         // In a task of its own, so that a panic of a factory does not end `keep`.

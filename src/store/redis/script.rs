@@ -150,7 +150,6 @@ fn is_of_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_'
 }
 
-/// An argument of a script.
 pub(super) enum Argument {
     /// Bytes as they are.
     Is(Vec<u8>),

@@ -116,7 +116,6 @@ impl CallKind {
     const NAMES: [&str; CallKind::ALL.len()] = ["permits", "joint", "in_flight", "register"];
 }
 
-/// The counts of a store.
 pub(super) struct StoreTally {
     prefix: Arc<str>,
     calls: [CallCounts; CallKind::ALL.len()],
@@ -211,7 +210,6 @@ impl StoreTally {
         }
     }
 
-    /// Counts a connection.
     pub(super) fn connected(&self) {
         self.connects.fetch_add(1, Ordering::Relaxed);
     }

@@ -42,7 +42,6 @@ pub(super) enum WorkerOrder {
     Panic,
 }
 
-/// A thread that was started.
 pub(super) struct Running {
     pub(super) runtime: Handle,
     pub(super) orders: mpsc::UnboundedSender<WorkerOrder>,
