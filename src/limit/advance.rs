@@ -108,12 +108,10 @@ impl AdvanceBookings {
     /// Returns the index of the booking with exactly this slot and stamp.
     fn exact(&self, slot: Micros, stamp: Micros) -> Option<usize> {
         let from = self.0.partition_point(|booking| booking.slot < slot);
-        let same = |booking: &AdvanceBooking| {
-            (booking.slot, booking.last_slot, booking.stamp) == (slot, slot, stamp)
-        };
-        let all = self.0[from..].iter();
-        all.take_while(|booking| booking.slot == slot)
-            .position(same)
+        self.0[from..]
+            .iter()
+            .take_while(|booking| booking.slot == slot)
+            .position(|booking| booking.last_slot == slot && booking.stamp == stamp)
             .map(|index| from + index)
     }
 

@@ -178,8 +178,8 @@ impl ExternalUsage {
         // ends now. A tenth of the window may be missing.
         let known_from = steady_reset.unwrap_or(now);
         let log_is_complete = made_at.saturating_add(window - window / 10) <= known_from;
-        let new = || Box::new(ExternalUsage::new(ends, log_is_complete));
-        let external = external.get_or_insert_with(new);
+        let external =
+            external.get_or_insert_with(|| Box::new(ExternalUsage::new(ends, log_is_complete)));
         let is_steady = steady_reset.is_some();
         if is_steady || refused > 0 {
             external.begin(ends, log_is_complete);
@@ -250,17 +250,15 @@ impl ExternalUsage {
     /// arrives.
     pub(super) fn reserved_from(&self, at: Micros, limit: Limit) -> (u32, Micros) {
         let is_confirmed = at < self.confirmed_until;
-        let kept = |expected: u32| {
-            if is_confirmed {
-                expected
-            } else {
-                expected.min(limit.count() / 4)
-            }
+        let (seen, most_expected) = if is_confirmed {
+            (self.seen, u32::MAX)
+        } else {
+            (0, limit.count() / 4)
         };
         let known = if at < self.ends {
-            kept(self.expected).max(if is_confirmed { self.seen } else { 0 })
+            seen.max(self.expected.min(most_expected))
         } else if self.log_is_complete {
-            kept(self.seen.max(self.expected))
+            self.seen.max(self.expected).min(most_expected)
         } else {
             0
         };

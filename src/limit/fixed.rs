@@ -112,29 +112,27 @@ impl Fixed {
             ..*self
         };
         let old = std::mem::replace(self, moved);
-        let overlapped = |number: u64| {
-            let start = old.start(number);
-            if is_drift {
-                let number = self.number(start + self.window / 2);
-                return (number, number);
-            }
-            let last = (start + self.window - 1).min(self.last_stamp.max(start));
-            (self.number(start), self.number(last))
-        };
-        let open_from = if old.open_from == 0 {
-            0
-        } else {
-            overlapped(old.open_from - 1).1 + 1
-        };
-        let used: Vec<_> = old
-            .used
-            .iter()
-            .map(|&(number, units)| (overlapped(number), units))
-            .collect();
-        self.open_from = open_from;
-        for ((first, last), units) in used {
-            (first..=last).for_each(|number| self.add(number, units));
+        if old.open_from > 0 {
+            let closed = self.overlapping(&old, old.open_from - 1, is_drift);
+            self.open_from = closed.end() + 1;
         }
+        for &(number, units) in &old.used {
+            for number in self.overlapping(&old, number, is_drift) {
+                self.add(number, units);
+            }
+        }
+    }
+
+    /// Returns the numbers of the windows that may have the units of a window of `old`, whose boundaries are
+    /// others.
+    fn overlapping(&self, old: &Fixed, number: u64, is_drift: bool) -> RangeInclusive<u64> {
+        let start = old.start(number);
+        if is_drift {
+            let number = self.number(start + self.window / 2);
+            return number..=number;
+        }
+        let last = (start + self.window - 1).min(self.last_stamp.max(start));
+        self.number(start)..=self.number(last)
     }
 
     /// Returns the numbers of the windows in which the units of an advance booking count. These are
@@ -149,9 +147,12 @@ impl Fixed {
 
     /// Returns the units used or booked in the window of this number.
     fn units_with(&self, advance: &[AdvanceBooking], window: u64) -> u64 {
-        let in_window = |booking: &&AdvanceBooking| self.windows_of(booking).contains(&window);
-        let booked = advance.iter().filter(in_window);
-        self.units_in(window) + booked.map(|booking| booking.units).sum::<u64>()
+        let booked: u64 = advance
+            .iter()
+            .filter(|booking| self.windows_of(booking).contains(&window))
+            .map(|booking| booking.units)
+            .sum();
+        self.units_in(window) + booked
     }
 
     /// Returns the units used in the window of this number, without the advance bookings.

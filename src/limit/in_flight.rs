@@ -266,19 +266,24 @@ impl InFlightSlots {
     /// many are missing.
     fn first_below_share(&self) -> Option<(usize, u32)> {
         let limit = self.smallest_limit()?;
-        let missing = |batch: &Batch| {
-            let holder = self
-                .holders
-                .iter()
-                .find(|holder| holder.id == batch.holder)?;
-            let of_class = self
-                .holders
-                .iter()
-                .filter(|other| other.class == holder.class);
-            holder.slots_of_class(limit).checked_sub(taken(of_class))
-        };
         let mut batches = self.queue.iter().enumerate();
-        batches.find_map(|(index, batch)| Some((index, missing(batch).filter(|slots| *slots > 0)?)))
+        batches.find_map(|(index, batch)| match self.missing_of_class(batch, limit) {
+            0 => None,
+            missing => Some((index, missing)),
+        })
+    }
+
+    /// Returns how many slots the class of a batch lacks to its share of `limit`.
+    fn missing_of_class(&self, batch: &Batch, limit: u32) -> u32 {
+        let mut holders = self.holders.iter();
+        let Some(holder) = holders.find(|holder| holder.id == batch.holder) else {
+            return 0;
+        };
+        let of_class = self
+            .holders
+            .iter()
+            .filter(|other| other.class == holder.class);
+        holder.slots_of_class(limit).saturating_sub(taken(of_class))
     }
 }
 

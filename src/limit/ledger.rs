@@ -298,8 +298,10 @@ impl Ledger {
     /// Removes the returned slots that no request can use any more. Their units leave the limits.
     fn drain(&mut self) {
         let earliest = self.earliest();
-        let pop = |returned: &mut ReturnedSlots| returned.pop_before(earliest);
-        while let Some(unused) = self.returned_mut().and_then(pop) {
+        while let Some(unused) = self
+            .returned_mut()
+            .and_then(|returned| returned.pop_before(earliest))
+        {
             self.subtract(unused);
         }
     }
@@ -419,13 +421,12 @@ impl Ledger {
         let mut reached = from;
         while count > 0 {
             let (slot, limit) = self.first_slot(reached, cost, open);
-            let take = |returned: &mut ReturnedSlots| {
-                let span = from..=slot.min(latest);
-                returned.take(span, cost, count, open)
-            };
-            if let Some(grant) = self.returned_mut().and_then(take) {
-                count -= grant.count;
-                granted(grant);
+            let again = self
+                .returned_mut()
+                .and_then(|returned| returned.take(from..=slot.min(latest), cost, count, open));
+            if let Some(booking) = again {
+                count -= booking.count;
+                granted(booking);
                 continue;
             }
             if slot > latest {

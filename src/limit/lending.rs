@@ -84,21 +84,22 @@ impl Lending {
                 _ => (limit.count(), limit.window() + margin),
             })
             .max_by(|(units, span), (other_units, other_span)| {
-                let product = |span: &Duration, units: &u32| span.as_nanos() * u128::from(*units);
-                product(span, other_units).cmp(&product(other_span, units))
+                let (one, other) = (span.as_nanos(), other_span.as_nanos());
+                (one * u128::from(*other_units)).cmp(&(other * u128::from(*units)))
             })?;
         let tau = span / units.max(1);
         let horizon = SHORTEST_HORIZON.max(tau * 2);
         let ahead = horizon.as_nanos() * u128::from(units) / span.as_nanos().max(1);
         let capacity = u32::try_from(ahead).unwrap_or(Quota::LARGEST_COUNT - 1) + 1;
-        let pace = |capacity: u32| Limit::Bucket {
-            capacity,
-            count: units,
-            window: span,
-        };
-        let capacities = (1..=capacity.min(Quota::LARGEST_COUNT)).rev();
         // The pace limits no owner, so it is none of the limits.
-        let pace = capacities.map(pace).find(|pace| !limits.contains(pace))?;
+        let pace = (1..=capacity.min(Quota::LARGEST_COUNT))
+            .rev()
+            .map(|capacity| Limit::Bucket {
+                capacity,
+                count: units,
+                window: span,
+            })
+            .find(|pace| !limits.contains(pace))?;
         Some(Lending(Arc::new(Terms {
             pace,
             percent: percent.min(100),

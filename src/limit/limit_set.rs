@@ -151,11 +151,11 @@ impl LimitSet {
     /// remember. So a large fleet goes on even if the upstream states another limit to each
     /// process.
     fn forget_foreign(&mut self, ours: &[Limit], now: Micros) {
-        let is_foreign = |state: &&LimitState| !ours.contains(&state.limit);
         self.states
-            .retain(|state| !is_foreign(&state) || state.in_force_until() >= now);
+            .retain(|state| ours.contains(&state.limit) || state.in_force_until() >= now);
         while self.states.all().len() > MOST_LIMITS {
-            let foreign = self.states.all().filter(is_foreign);
+            let all = self.states.all();
+            let foreign = all.filter(|state| !ours.contains(&state.limit));
             let Some(first) = foreign.min_by_key(|state| state.in_force_until()) else {
                 return;
             };

@@ -8,7 +8,7 @@ use super::algorithm::{Algorithm, PermitTime};
 use super::external::{ExternalUsage, Ours};
 use super::lending::kept;
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
-use crate::quota::Limit;
+use crate::quota::{LONGEST_LIFE, Limit};
 
 /// The state of one limit of a key.
 #[derive(Clone, Debug)]
@@ -23,10 +23,6 @@ pub(super) struct LimitState {
     /// are shared with other clients, and few upstreams state what is left.
     external: Option<Box<ExternalUsage>>,
 }
-
-/// The longest life of a permit: 50 ms, or a twentieth of the window if that is longer. If a stamp
-/// is more than this and the transit slack ahead, its permit was certainly not used yet.
-const LONGEST_LIFE: Micros = 50_000;
 
 impl LimitState {
     /// Makes the state of a limit that a caller states at `now`.
@@ -162,8 +158,10 @@ impl LimitState {
             self.forget_others();
             return false;
         }
-        // Permits with stamps up to this moment may have reached the upstream.
-        let until = now + LONGEST_LIFE.max(micros_up(self.limit.window()) / 20) + transit_slack;
+        // Permits with stamps up to this moment may have reached the upstream: a permit may be valid for a
+        // twentieth of the window, if that is longer.
+        let longest_life = micros_up(LONGEST_LIFE).max(micros_up(self.limit.window()) / 20);
+        let until = now + longest_life + transit_slack;
         let (least, most) = match &mut self.rule {
             Algorithm::Window(log) => {
                 let (least, most) = log.used_until(until);

@@ -96,9 +96,11 @@ impl LimitStates {
     /// order.
     pub(super) fn pause_others(&mut self, limits: &[Limit]) {
         if let LimitStates::Many { states, limiting } = self {
-            let place = |limit: Limit| limits.iter().position(|other| *other == limit);
-            states.sort_by_key(|state| place(state.limit).unwrap_or(limits.len()));
-            *limiting = states.partition_point(|state| place(state.limit).is_some());
+            states.sort_by_key(|state| {
+                let place = limits.iter().position(|limit| *limit == state.limit);
+                place.unwrap_or(limits.len())
+            });
+            *limiting = states.partition_point(|state| limits.contains(&state.limit));
         }
     }
 

@@ -30,8 +30,8 @@ impl ReturnedSlots {
     /// Adds a slot. If there are then too many, removes the last slot and returns it.
     pub(super) fn put(&mut self, unused: UnusedPermits) -> Option<UnusedPermits> {
         let slots = &mut self.slots;
-        let order = |unused: &UnusedPermits| (unused.slot, unused.stamp);
-        match slots.binary_search_by_key(&order(&unused), order) {
+        let key = (unused.slot, unused.stamp);
+        match slots.binary_search_by_key(&key, |other| (other.slot, other.stamp)) {
             Ok(index) => slots[index].units += unused.units,
             Err(index) => slots.insert(index, unused),
         }
@@ -48,10 +48,9 @@ impl ReturnedSlots {
         // If the round trips of a process have grown, it requests a longer life than that of the
         // slots it gave back. Half the life is better than a lost slot.
         let shortest = open.life / 2 + open.transit_slack;
-        let fits = |unused: &UnusedPermits| {
+        self.slots.iter().position(|unused| {
             unused.slot >= from && unused.units >= units && unused.slot + shortest <= unused.stamp
-        };
-        self.slots.iter().position(fits)
+        })
     }
 
     /// Returns the first slot, not before `from`, that has `units` and at least half of the life of

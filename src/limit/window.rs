@@ -178,8 +178,10 @@ impl Window {
     /// Returns the most units that count in a window that ends from now on and begins before now.
     /// The bookings lie ahead, so they only enter such a window, and only chunks leave it.
     fn most_now(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let in_reach = |booking: &&AdvanceBooking| booking.slot < self.end(now);
-        let mut bookings = advance.iter().take_while(in_reach).peekable();
+        let in_reach = advance
+            .iter()
+            .take_while(|booking| booking.slot < self.end(now));
+        let mut bookings = in_reach.peekable();
         let (mut units, mut most) = (self.used(), self.used());
         let chunks = self.chunks().map(|chunk| (chunk.stamp, chunk.count));
         for (stamp, count) in chunks.chain([(now, 0)]) {

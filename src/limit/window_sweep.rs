@@ -42,10 +42,9 @@ impl<'a, L: Iterator<Item = Chunk>> WindowSweep<'a, L> {
         log: L,
         advance: &'a [AdvanceBooking],
     ) -> Self {
-        let counts = |booking: &&AdvanceBooking| booking.stamp > at;
         let mut leaving: SmallVec<[(Micros, u64); 8]> = advance
             .iter()
-            .filter(counts)
+            .filter(|booking| booking.stamp > at)
             .map(|booking| (booking.stamp, booking.units))
             .collect();
         leaving.sort_unstable_by(|one, other| other.cmp(one));
@@ -53,7 +52,7 @@ impl<'a, L: Iterator<Item = Chunk>> WindowSweep<'a, L> {
         let (reached, ahead) = advance.split_at(reached);
         let booked: u64 = reached
             .iter()
-            .filter(counts)
+            .filter(|booking| booking.stamp > at)
             .map(|booking| booking.units)
             .sum();
         WindowSweep {

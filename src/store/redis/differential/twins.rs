@@ -40,7 +40,6 @@ fn constants_of_rules_are_those_of_their_twins() {
         "bucket.lua" "UNIT_TICKS", "bucket.rs" "UNIT_TICKS: u128";
         "fixed.lua" "MOST_WINDOWS", "fixed.rs" "MOST_WINDOWS: usize";
         "fixed.lua" "SMALLEST_STEP", "fixed.rs" "SMALLEST_STEP: Micros";
-        "external.lua" "LONGEST_LIFE", "limit_state.rs" "LONGEST_LIFE: Micros";
         "external.lua" "OLDEST_RESPONSE", "external.rs" "OLDEST_RESPONSE: Micros";
         "advance.lua" "TOLERANCE", "advance.rs" "TOLERANCE: Micros";
         "advance.lua" "MOST_ADVANCE", "advance.rs" "MOST: usize";
@@ -53,4 +52,7 @@ fn constants_of_rules_are_those_of_their_twins() {
         "in_flight.lua" "LONGEST_CLAIM_DELAY", "../store/redis/differential/model/recovery.rs" "LONGEST_CLAIM_DELAY: Micros";
         "in_flight.lua" "MOST_BATCHES", "in_flight.rs" "MOST_BATCHES: usize";
     }
+    let external = include_str!("../lua/external.lua");
+    let longest = number_after(external, "local LONGEST_LIFE = ");
+    assert_eq!(u128::from(longest), crate::quota::LONGEST_LIFE.as_micros());
 }
