@@ -371,10 +371,9 @@ fn is_meta_code(number: &str) -> bool {
 /// Returns the first `<Code>…</Code>`: letters, digits and dots.
 fn element(body: &str) -> Option<&str> {
     let starts = body.split("<Code>").skip(1);
-    let codes = starts.filter_map(|start| start.split_once("</Code>"));
-    let is_code = |code: &str| {
-        let mut bytes = code.bytes();
-        !code.is_empty() && bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'.')
-    };
-    codes.map(|(code, _)| code).find(|code| is_code(code))
+    let codes = starts.filter_map(|start| Some(start.split_once("</Code>")?.0));
+    codes.filter(|code| !code.is_empty()).find(|code| {
+        code.bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'.')
+    })
 }

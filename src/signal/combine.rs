@@ -2,7 +2,7 @@
 
 use super::generic::family::{Family, Header, Role, family};
 use super::generic::group::{Group, GroupEntry, Policies, Stated};
-use super::generic::lines::{Line, Lines};
+use super::generic::lines::Lines;
 use super::generic::{members, words};
 use super::observed::{Drafts, ObservedQuota};
 use super::parse::text::{Bounded, Text};
@@ -41,44 +41,55 @@ pub(super) fn sort<'a>(lines: &Lines<'a>) -> Entries<'a> {
     }
     for place in 0..entries.len() {
         let named = entries[place];
-        let is_named = |entry: &GroupEntry<'_>| {
-            let is_plain = words::is_plain(entry.header.name.as_str());
-            is_plain && is_of_quota(entry) && entry.header.family == named.header.family
-        };
+        let mut before = entries[..place].iter();
         // Once for each family.
-        if is_named(&named) && !entries[..place].iter().any(is_named) {
+        if has_plain_name(&named)
+            && !before.any(|entry| is_quota_of(entry, named.header.family) && has_plain_name(entry))
+        {
             join(&mut entries, &named);
         }
     }
     entries
 }
 
+/// Returns whether the line describes a quota of this family.
+fn is_quota_of(entry: &GroupEntry<'_>, family: Family<'_>) -> bool {
+    entry.header.family == family && is_of_quota(entry)
+}
+
+/// Returns whether the line describes a quota whose name only names what is counted.
+fn has_plain_name(entry: &GroupEntry<'_>) -> bool {
+    is_of_quota(entry) && words::is_plain(entry.header.name.as_str())
+}
+
 /// Joins two groups of a family that describe one quota: one without a name, and that of `named`,
 /// which only names the requests, if no value is in both. The group with the limit names the quota.
 fn join<'a>(entries: &mut Entries<'a>, named: &GroupEntry<'a>) {
-    let of_family = |entry: &GroupEntry<'_>| entry.header.family == named.header.family;
-    let is_either = |entry: &GroupEntry<'_>| entry.header.is_unnamed() || entry.same_group(named);
-    let both = entries
-        .iter()
-        .filter(|entry| of_family(entry) && is_of_quota(entry));
-    let role = |entry: &GroupEntry<'_>| std::mem::discriminant(&entry.header.role);
-    let is_again = |entry: &GroupEntry<'_>| {
-        let mut others = both.clone().filter(|other| !other.same_group(entry));
-        others.any(|other| role(other) == role(entry))
-    };
+    let family = named.header.family;
+    let both = entries.iter().filter(|entry| is_quota_of(entry, family));
     let Some(unnamed) = both.clone().find(|entry| entry.header.is_unnamed()) else {
         return;
     };
-    if both.clone().all(is_either) && !both.clone().any(is_again) {
-        let has_limit = both.clone().find(|entry| entry.header.role == Role::Limit);
-        let like = *has_limit.unwrap_or(unnamed);
-        for entry in entries.iter_mut() {
-            if of_family(entry) && is_of_quota(entry) {
-                entry.header.name = like.header.name;
-                entry.header.part = like.header.part;
-            }
+    for entry in both.clone() {
+        let is_of_third = !entry.header.is_unnamed() && !entry.same_group(named);
+        let mut others = both.clone().filter(|other| !other.same_group(entry));
+        if is_of_third || others.any(|other| is_same_role(other, entry)) {
+            return;
         }
     }
+    let has_limit = both.clone().find(|entry| entry.header.role == Role::Limit);
+    let like = has_limit.unwrap_or(unnamed).header;
+    for entry in entries.iter_mut() {
+        if is_quota_of(entry, family) {
+            entry.header.name = like.name;
+            entry.header.part = like.part;
+        }
+    }
+}
+
+/// Returns whether both lines state the same of a quota. Resets of all kinds do.
+fn is_same_role(one: &GroupEntry<'_>, other: &GroupEntry<'_>) -> bool {
+    std::mem::discriminant(&one.header.role) == std::mem::discriminant(&other.header.role)
 }
 
 /// Adds all quotas that the lines state.
@@ -87,31 +98,37 @@ pub(super) fn read(lines: &Lines<'_>, entries: &Entries<'_>, base: &Base, quotas
     same_bucket(lines, entries, &mut fields, base, quotas);
     for (place, entry) in entries.iter().enumerate() {
         let header = entry.header;
-        let same = |other: &&GroupEntry<'_>| is_of_quota(other) && other.same_group(entry);
-        let is_first = !entries[..place].iter().any(|other| same(&other));
-        if is_first && is_of_quota(entry) && !is_same_bucket(entry) {
-            let name = header.quota_name();
-            let of_group = entries[place..].iter().filter(same);
-            let mut group = Stated::read(of_group.clone().copied(), base).group(
-                name.as_str(),
-                header.family == Family::BySize,
-                Policies::new(),
-            );
-            let is_loose = matches!(header.family, Family::Loose(_));
-            let is_marked = is_loose && of_group.clone().any(|entry| is_marked(entry.line));
-            let is_vendors = matches!(header.family, Family::Vendor(_)) && header.is_unnamed();
-            let name = || label(lines, |family| is_vendors && family == header.family);
-            for quota in std::mem::take(&mut group.quotas) {
-                if quota.is_believable(is_marked, is_loose) {
-                    quotas.push(ObservedQuota {
-                        name: quota.name.or_else(name),
-                        ..quota
-                    });
-                }
+        let mut before = entries[..place].iter();
+        let is_first = !before.any(|other| is_of_quota(other) && other.same_group(entry));
+        if !is_first || !is_of_quota(entry) || is_same_bucket(entry) {
+            continue;
+        }
+        let of_group = entries[place..]
+            .iter()
+            .filter(|other| is_of_quota(other) && other.same_group(entry));
+        let mut group = Stated::read(of_group.clone().copied(), base).group(
+            header.quota_name().as_str(),
+            header.family == Family::BySize,
+            Policies::new(),
+        );
+        let is_loose = matches!(header.family, Family::Loose(_));
+        let is_marked = is_loose && of_group.clone().any(|entry| is_marked(entry.line));
+        let given_name = match header.family {
+            Family::Vendor(_) if header.is_unnamed() => {
+                label(lines, |family| family == header.family)
             }
-            if !fields.service && !is_loose {
-                group.report_policies(quotas);
+            _ => None,
+        };
+        for quota in std::mem::take(&mut group.quotas) {
+            if quota.is_believable(is_marked, is_loose) {
+                quotas.push(ObservedQuota {
+                    name: quota.name.or_else(|| given_name.clone()),
+                    ..quota
+                });
             }
+        }
+        if !fields.service && !is_loose {
+            group.report_policies(quotas);
         }
     }
     vendor::read(lines, base, quotas);
@@ -185,28 +202,28 @@ fn is_same_bucket(entry: &GroupEntry<'_>) -> bool {
 
 /// Returns whether two groups cannot describe the same bucket.
 fn is_other(first: &Group, other: &Group) -> bool {
-    let limit = |group: &Group| group.quotas.first().and_then(|quota| quota.limit);
-    let differ = matches!((limit(first), limit(other)), (Some(one), Some(two)) if one != two);
+    let limits = [first, other].map(|group| group.quotas.first()?.limit);
+    let differ = matches!(limits, [Some(one), Some(two)] if one != two);
     differ || first.is_parallel() || other.is_parallel()
 }
 
 /// Reports quotas, which a separate header may name.
 fn report(group: Group, lines: &Lines<'_>, quotas: &mut Drafts) {
-    let name = || label(lines, |family| Family::SYNONYMS.contains(&family));
+    let given_name = label(lines, |family| Family::SYNONYMS.contains(&family));
     quotas.extend(group.quotas.into_iter().map(|quota| ObservedQuota {
-        name: quota.name.or_else(name),
+        name: quota.name.or_else(|| given_name.clone()),
         ..quota
     }));
 }
 
 /// Returns the name that a header such as `X-RateLimit-Name` gives to the quota of a family.
 fn label<'a>(lines: &Lines<'a>, is_of: impl Fn(Family<'a>) -> bool) -> Option<Box<str>> {
-    let of = |name: &&str| {
-        let is_it = |line: &Line<'a>| {
-            line.name.ends_with(name)
-                && family(line.name).is_some_and(|(family, rest)| rest == *name && is_of(family))
-        };
-        lines.iter().find(is_it).map(|line| line.value)
-    };
-    NAMES.iter().find_map(of).and_then(Text::boxed)
+    for name in NAMES {
+        for line in lines.iter().filter(|line| line.name.ends_with(name)) {
+            if family(line.name).is_some_and(|(family, rest)| rest == name && is_of(family)) {
+                return Text::boxed(line.value);
+            }
+        }
+    }
+    None
 }

@@ -110,11 +110,14 @@ impl Sentence {
             }
         }
         let class = WordClass::of(word);
-        let after = |class| self.last == Some(class);
+        let (is_after_rate, is_after_too) = (
+            self.last == Some(WordClass::Rate),
+            self.last == Some(WordClass::Too),
+        );
         match class {
-            WordClass::Limit if after(WordClass::Rate) => self.rate_limit = true,
+            WordClass::Limit if is_after_rate => self.rate_limit = true,
             WordClass::Limit => self.limit = true,
-            WordClass::Limited if after(WordClass::Rate) => self.refused |= !self.open,
+            WordClass::Limited if is_after_rate => self.refused |= !self.open,
             WordClass::Counted => {
                 self.counted = true;
                 self.refused |= self.too_many > 0 && !self.open;
@@ -122,7 +125,7 @@ impl Sentence {
             WordClass::Other => self.other = true,
             WordClass::Exceeded => self.exceeded = true,
             WordClass::Throttled => self.refused |= !self.open,
-            WordClass::Many if after(WordClass::Too) => self.too_many = 4,
+            WordClass::Many if is_after_too => self.too_many = 4,
             WordClass::If => self.open = true,
             WordClass::None if has_start(word, "ratelimit") => self.rate_limit = true,
             _ => {}
@@ -147,9 +150,8 @@ pub(super) fn read(text: &str, base: &Base) -> Prose {
     let (mut leads, mut waits) = (Leads::default(), 0..MOST_WAITS);
     let mut rest = text;
     while let Some(start) = rest.find(|letter: char| letter.is_ascii_alphanumeric()) {
-        let is_end = |(mark, next): (&u8, &u8)| b".!?".contains(mark) && next.is_ascii_whitespace();
-        let between = &rest.as_bytes()[..start];
-        if between.iter().zip(between.iter().skip(1)).any(is_end) {
+        let mut pairs = rest.as_bytes()[..start].windows(2);
+        if pairs.any(|pair| b".!?".contains(&pair[0]) && pair[1].is_ascii_whitespace()) {
             said.refused |= sentence.refused;
             (sentence, leads) = (Sentence::default(), Leads::default());
         }
@@ -215,15 +217,14 @@ impl Leads {
 
 /// Reads the time at the start of the text. A wait of a millisecond or less is that of a bucket that
 /// is refilled all the time, which is no advice.
-fn wait<'a>(text: &'a str, base: &Base) -> Option<u64> {
-    let trim = |text: &'a str| text.trim_start_matches([' ', '\t', ':', '=', '"', '\'', '`', '(']);
-    let mut text = trim(text);
+fn wait(text: &str, base: &Base) -> Option<u64> {
+    let mut text = without_marks(text);
     for _ in 0..3 {
         let (word, rest) = text.split_once(' ').unwrap_or((text, ""));
         // `wait for at least 5s`
         text = match Text::lower(word).as_str() {
             "for" | "at" | "least" | "about" | "another" | "approximately" | "the" | "next" => {
-                trim(rest)
+                without_marks(rest)
             }
             _ => break,
         };
@@ -233,6 +234,11 @@ fn wait<'a>(text: &'a str, base: &Base) -> Option<u64> {
         .or_else(|| number(text, base))
         .or_else(|| moment(text, base));
     found.filter(|wait| *wait > 1)
+}
+
+/// Returns the text without the marks that may stand before a time.
+fn without_marks(text: &str) -> &str {
+    text.trim_start_matches([' ', '\t', ':', '=', '"', '\'', '`', '('])
 }
 
 /// `7m12.5s`, `1 minute and 30 seconds`
@@ -261,8 +267,11 @@ fn clock(text: &str) -> Option<u64> {
     };
     let is_clock = parts.next().is_none() && hours < 24 && minutes < 60 && seconds < 60;
     // Only numbers of a clock are small enough to be multiplied.
-    let millis = || (days.min(366) * 86_400 + hours * 3600 + minutes * 60 + seconds) * 1000;
-    is_clock.then(|| millis().min(time::LONGEST))
+    if !is_clock {
+        return None;
+    }
+    let all_seconds = days.min(366) * 86_400 + hours * 3600 + minutes * 60 + seconds;
+    Some((all_seconds * 1000).min(time::LONGEST))
 }
 
 /// `35`, with no other word after it.
@@ -282,12 +291,8 @@ fn moment(text: &str, base: &Base) -> Option<u64> {
     let ends = head
         .match_indices([' ', ',', ')', '"', '\''])
         .map(|(end, _)| end);
-    let ends = ends.chain([head.len()]);
-    let read = |end: usize| {
-        let text = head[..end].trim_end_matches(['.', ' ', ',']);
-        base.moment(text)
-    };
-    ends.rev().find_map(read)
+    let mut ends = ends.chain([head.len()]).rev();
+    ends.find_map(|end| base.moment(head[..end].trim_end_matches(['.', ' ', ','])))
 }
 
 /// Returns whether a word begins with `start`, in any case of its letters.

@@ -85,21 +85,21 @@ pub(super) fn is_limited(
 /// Returns the longest time until a reset: of the quotas that are used up, or else of the quotas
 /// without a stated Remaining.
 pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
-    let longest = |remaining| {
-        quotas
-            .iter()
-            .filter(|quota| quota.remaining == remaining)
-            .filter_map(|quota| quota.reset_after)
-            .max()
-    };
-    longest(Some(0)).or_else(|| longest(None))
+    longest_reset(quotas, Some(0)).or_else(|| longest_reset(quotas, None))
+}
+
+fn longest_reset(quotas: &Drafts, remaining: Option<u64>) -> Option<u64> {
+    quotas
+        .iter()
+        .filter(|quota| quota.remaining == remaining)
+        .filter_map(|quota| quota.reset_after)
+        .max()
 }
 
 /// Returns the limiter that refused, as the headers name it.
 pub(super) fn scope(lines: &Lines<'_>) -> Option<Box<str>> {
-    let is_true = |value: &str| value.eq_ignore_ascii_case("true") || value == "1";
     match lines.first("x-ratelimit-global") {
-        Some(value) if is_true(value) => Some("global".into()),
+        Some(value) if value == "1" || value.eq_ignore_ascii_case("true") => Some("global".into()),
         _ => SCOPES
             .iter()
             .find_map(|name| lines.first(name))
@@ -111,10 +111,12 @@ pub(super) fn scope(lines: &Lines<'_>) -> Option<Box<str>> {
 /// `:`.
 pub(super) fn is_code(word: &str) -> bool {
     let code = Text::of(&[word.rsplit('#').next().unwrap_or(word)]);
-    let is_known = |word: &str| CODES.iter().any(|code| code.eq_ignore_ascii_case(word));
-    let is_one = |word: &str| is_known(word) || prose::is_code(word);
     let code = code.as_str();
-    is_one(code) || code.split(':').next().is_some_and(is_one)
+    is_plain_code(code) || code.split(':').next().is_some_and(is_plain_code)
+}
+
+fn is_plain_code(word: &str) -> bool {
+    CODES.iter().any(|code| code.eq_ignore_ascii_case(word)) || prose::is_code(word)
 }
 
 /// Codes for a rate limit or too much load whose words do not say so.

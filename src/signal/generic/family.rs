@@ -156,20 +156,15 @@ pub(in crate::signal) struct Header<'a> {
 impl<'a> Header<'a> {
     /// Reads the name of a header in lower case.
     pub(in crate::signal) fn read(name: &'a str) -> Option<Header<'a>> {
-        let read = |role, pieces| Read {
-            role,
-            unit: None,
-            pieces,
-        };
         let (family, read) = match name {
-            "ratelimit-dailylimit" => (Family::Plain, read(Role::Limit, ["", ""])),
-            "x-readratelimit-limit" => (Family::Read, read(Role::Limit, ["read", ""])),
-            "x-readratelimit-usage" => (Family::Read, read(Role::Used, ["read", ""])),
+            "ratelimit-dailylimit" => (Family::Plain, Read::of(Role::Limit, ["", ""])),
+            "x-readratelimit-limit" => (Family::Read, Read::of(Role::Limit, ["read", ""])),
+            "x-readratelimit-usage" => (Family::Read, Read::of(Role::Used, ["read", ""])),
             _ => match family(name) {
                 Some((family, rest)) => {
                     let mut read = read_words(rest, &ROLES[..WORDS], DASH)?;
-                    let is_limit = || rest.is_empty() || period_of(rest).is_some();
-                    if read.role == Role::Open && is_limit() {
+                    let is_open = read.role == Role::Open;
+                    if is_open && (rest.is_empty() || period_of(rest).is_some()) {
                         read.role = Role::Limit;
                     }
                     (family, read)
@@ -194,13 +189,14 @@ impl<'a> Header<'a> {
         label: Option<&'a str>,
         part: &'a str,
     ) -> Header<'a> {
-        let read = read_words(key, &ROLES, b"-_");
-        let is_stated = |read: &Read<'_>| read.role != Role::Open;
-        let read = read.filter(is_stated).unwrap_or(Read {
-            role: self.role,
-            unit: self.unit,
-            pieces: [key, ""],
-        });
+        let read = match read_words(key, &ROLES, b"-_") {
+            Some(read) if read.role != Role::Open => read,
+            _ => Read {
+                role: self.role,
+                unit: self.unit,
+                pieces: [key, ""],
+            },
+        };
         let [before, after] = read.pieces;
         let rest = if before.is_empty() { after } else { before };
         let (name, part) = match (label, part) {
@@ -324,16 +320,29 @@ struct Read<'a> {
     pieces: [&'a str; 2],
 }
 
+impl<'a> Read<'a> {
+    fn of(role: Role, pieces: [&'a str; 2]) -> Self {
+        Read {
+            role,
+            unit: None,
+            pieces,
+        }
+    }
+}
+
 /// Returns the rest of the text after whole words at its start, without the mark between.
 fn word<'a>(text: &'a str, words: &str, marks: &[u8]) -> Option<&'a str> {
-    let is_mark = |byte: &u8| marks.contains(byte);
-    // The words are in lower case, with dashes.
-    let same = |(byte, word): (&u8, &u8)| {
-        byte.eq_ignore_ascii_case(word) || (*word == b'-' && is_mark(byte))
-    };
     let (start, rest) = text.as_bytes().split_at_checked(words.len())?;
-    (rest.first().is_none_or(is_mark) && start.iter().zip(words.as_bytes()).all(same))
-        .then(|| text.get(words.len() + 1..).unwrap_or(""))
+    if rest.first().is_some_and(|byte| !marks.contains(byte)) {
+        return None;
+    }
+    for (byte, word) in start.iter().zip(words.as_bytes()) {
+        // The words are in lower case, with dashes.
+        if !byte.eq_ignore_ascii_case(word) && !(*word == b'-' && marks.contains(byte)) {
+            return None;
+        }
+    }
+    Some(text.get(words.len() + 1..).unwrap_or(""))
 }
 
 /// Reads the only role in the words, or the last of several if it is the end of the name. Returns
@@ -365,16 +374,13 @@ fn read_words<'a>(rest: &'a str, roles: &[(&str, Role)], marks: &[u8]) -> Option
             }
         };
     }
-    let open = Read {
-        role: Role::Open,
-        unit: None,
-        pieces: [rest, ""],
-    };
-    let read = found.or(weak).or_else(|| ending(rest)).unwrap_or(open);
+    let read = found.or(weak).or_else(|| ending(rest));
+    let read = read.unwrap_or(Read::of(Role::Open, [rest, ""]));
     // `hard-limit-remaining` is what remains of the hard limit; `limit-remaining` may be either.
     let [before, after] = read.pieces;
-    let is_role = || ROLES.iter().any(|(known, _)| *known == before);
-    (!several || (after.is_empty() && !is_role())).then_some(read)
+    let is_clear =
+        !several || (after.is_empty() && ROLES.iter().all(|(known, _)| *known != before));
+    is_clear.then_some(read)
 }
 
 /// Takes the words of a role out of a name, with the unit of a time after them.
@@ -427,11 +433,7 @@ fn ending(rest: &str) -> Option<Read<'_>> {
                 let front = &rest[..end - known.len()];
                 let before = front.strip_suffix("limit").unwrap_or(front);
                 let after = rest[end..].trim_start_matches('-');
-                return Some(Read {
-                    role,
-                    unit: None,
-                    pieces: [before, after],
-                });
+                return Some(Read::of(role, [before, after]));
             }
         }
         at = end + 1;

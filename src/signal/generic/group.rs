@@ -114,13 +114,12 @@ impl Stated {
         base: &Base,
     ) -> Self {
         let mut values = Stated::default();
-        let counts = || {
-            let roles = [Role::Limit, Role::Remaining, Role::Used];
-            let entries = entries.clone();
-            entries.filter(move |entry| roles.contains(&entry.header.role))
-        };
-        let is_grouped = counts().any(|entry| entry.value.contains(','))
-            && are_grouped(counts().map(|entry| entry.value));
+        let counts = entries.clone().filter(|entry| {
+            let role = entry.header.role;
+            matches!(role, Role::Limit | Role::Remaining | Role::Used)
+        });
+        let counts = counts.map(|entry| entry.value);
+        let is_grouped = counts.clone().any(|value| value.contains(',')) && are_grouped(counts);
         for entry in entries {
             let GroupEntry { header, value, .. } = entry;
             match header.role {
@@ -132,8 +131,8 @@ impl Stated {
                     // The one vendor whose resets are in milliseconds without saying so.
                     let gw = header.family == Family::Vendor("gw");
                     let unit = header.unit.or(gw.then_some(1));
-                    let read = |text: &str| base.read_with(unit, text);
-                    values.resets[usize::from(priority)].extend(times(value, read));
+                    let times = times(value, |text| base.read_with(unit, text));
+                    values.resets[usize::from(priority)].extend(times);
                 }
                 Role::Window => {
                     let window = time::window(header.unit.unwrap_or(1000), value);
@@ -179,9 +178,8 @@ impl Stated {
             match Count::read(trim(head)) {
                 Some(count) if role == Role::Used => self.used.push(count),
                 Some(count) => {
-                    if self.remaining.is_empty() {
-                        let stated = || window_parameter(item).and_then(seconds);
-                        self.window = self.window.or_else(stated);
+                    if self.remaining.is_empty() && self.window.is_none() {
+                        self.window = window_parameter(item).and_then(seconds);
                     }
                     self.remaining.push(count);
                 }
@@ -369,39 +367,35 @@ fn seconds(text: &str) -> Option<u64> {
 
 /// Returns the items of a list. Commas separate them, or slashes if there are several and no comma.
 fn list(value: &str) -> impl Iterator<Item = &str> + Clone {
-    let is_slashed = || !value.contains(',') && value.split('/').nth(2).is_some();
-    split(
-        value,
-        if value.contains('/') && is_slashed() {
-            '/'
-        } else {
-            ','
-        },
-    )
+    let is_slashed = value.split('/').nth(2).is_some() && !value.contains(',');
+    split(value, if is_slashed { '/' } else { ',' })
 }
 
 /// Returns whether the commas in counts group digits, as in `1,200.00`. `1,200` may be two limits:
 /// it is one number if it cannot be two, or if another count is one number.
 fn are_grouped<'a>(values: impl Iterator<Item = &'a str> + Clone) -> bool {
-    let groups = |value: &'a str| {
-        value
-            .split_once('.')
-            .map_or(value, |(whole, _)| whole)
-            .split(',')
-    };
-    let is_group = |group: &str| matches!(digits(group), (digits, "") if digits.len() == 3);
-    let may_be = |value: &'a str| {
-        let mut groups = groups(value);
-        let first = groups.next().unwrap_or_default();
-        matches!(digits(first), (digits, "") if (1..=3).contains(&digits.len()))
-            && groups.all(is_group)
-    };
-    let cannot_be_two = |value: &'a str| {
-        !value.contains(',')
-            || value.contains('.')
-            || groups(value).skip(1).any(|group| group.starts_with('0'))
-    };
-    values.clone().all(may_be) && { values }.any(cannot_be_two)
+    values.clone().all(may_be_one) && { values }.any(cannot_be_two)
+}
+
+/// Returns the parts of a count between the commas before its point.
+fn groups(count: &str) -> impl Iterator<Item = &str> {
+    let (whole, _) = count.split_once('.').unwrap_or((count, ""));
+    whole.split(',')
+}
+
+fn may_be_one(count: &str) -> bool {
+    let mut lengths = groups(count).map(|group| match digits(group) {
+        (digits, "") => digits.len(),
+        _ => 0,
+    });
+    let first = lengths.next().unwrap_or(0);
+    (1..=3).contains(&first) && lengths.all(|length| length == 3)
+}
+
+fn cannot_be_two(count: &str) -> bool {
+    !count.contains(',')
+        || count.contains('.')
+        || groups(count).skip(1).any(|group| group.starts_with('0'))
 }
 
 /// Returns the times in a line: the whole line, or the parts of the list.

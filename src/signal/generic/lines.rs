@@ -3,6 +3,7 @@
 
 use http::HeaderMap;
 
+use crate::signal::parse::number::unquoted;
 use crate::signal::parse::text::Bounded;
 
 /// One line: the name in lower case, and its trimmed value, which is never empty.
@@ -218,13 +219,11 @@ pub(in crate::signal) fn split(text: &str, mark: char) -> impl Iterator<Item = &
 
 /// Returns the value of `key=value`, without quotes, from the parameters of an item.
 pub(in crate::signal) fn parameter<'a>(item: &'a str, key: &str) -> Option<&'a str> {
-    let of = |part: &'a str| {
+    split(item, ';').find_map(|part| {
         let (name, value) = part.split_once('=')?;
-        trim(name)
-            .eq_ignore_ascii_case(key)
-            .then_some(crate::signal::parse::number::unquoted(trim(value)))
-    };
-    split(item, ';').find_map(of)
+        let is_it = trim(name).eq_ignore_ascii_case(key);
+        is_it.then(|| unquoted(trim(value)))
+    })
 }
 
 pub(in crate::signal) fn trim(text: &str) -> &str {

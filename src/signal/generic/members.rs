@@ -29,10 +29,9 @@ fn json<'a>(
     value: &'a str,
     mut each: impl FnMut(Header<'a>, &'a str),
 ) -> bool {
-    let is_name = |key: &str| header.member(key, None, "").role == Role::Name;
     let (mut label, mut depth) = (None, 1);
     visit(value, |node| {
-        if node.depth == 1 && node.plain_key().is_some_and(is_name) {
+        if node.depth == 1 && node.plain_key().is_some_and(|key| is_name(header, key)) {
             label = node.plain_value();
         }
     });
@@ -42,11 +41,16 @@ fn json<'a>(
         }
         let member = node.plain_key().zip(node.plain_value());
         match member.filter(|_| node.depth == depth) {
-            Some((key, text)) if is_name(key) => label = Some(text),
+            Some((key, text)) if is_name(header, key) => label = Some(text),
             Some((key, text)) => each(header.member(key, label, ""), text),
             None => {}
         }
     })
+}
+
+/// Returns whether a member with this key names the quota.
+fn is_name<'a>(header: &Header<'a>, key: &'a str) -> bool {
+    header.member(key, None, "").role == Role::Name
 }
 
 /// `limit=10&remaining=9`, `hour-lim:10;hour-rem:9;`, `b=hour;q=10;r=9, b=day;q=100;r=99`
@@ -55,27 +59,17 @@ fn members<'a>(
     value: &'a str,
     each: &mut impl FnMut(Header<'a>, &'a str),
 ) -> bool {
-    let pair = |text: &'a str| {
-        let (key, value) = text.split_once(['=', ':'])?;
-        let is_key = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
-        let value = unquoted(trim(value));
-        (trim(key).bytes().all(is_key) && !value.is_empty()).then_some((trim(key), value))
-    };
-    let inner = |part: &'a str| {
-        let mark = if part.contains('&') { '&' } else { ';' };
-        split(part, mark).filter_map(pair)
-    };
     let has_parts = value.contains([';', '&']);
     let mut any = false;
     for part in split(value, ',').take(Lines::MOST) {
-        let name = |(key, _): &(&'a str, _)| header.member(key, None, "").role == Role::Name;
-        let label = inner(part).find(name).map(|(_, label)| label);
+        let name = key_values(part).find(|(key, _)| is_name(header, key));
+        let label = name.map(|(_, label)| label);
         let place = if has_parts && label.is_none() && part.len() < value.len() {
             part
         } else {
             ""
         };
-        for (key, value) in inner(part) {
+        for (key, value) in key_values(part) {
             any = true;
             let member = header.member(key, label, place);
             if member.role != Role::Name {
@@ -86,6 +80,19 @@ fn members<'a>(
     any
 }
 
+/// Returns the keys of a part of a value, each with its value.
+fn key_values(part: &str) -> impl Iterator<Item = (&str, &str)> {
+    let mark = if part.contains('&') { '&' } else { ';' };
+    split(part, mark).filter_map(|text| {
+        let (key, value) = text.split_once(['=', ':'])?;
+        let (key, value) = (trim(key), unquoted(trim(value)));
+        let is_key = key
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte));
+        (is_key && !value.is_empty()).then_some((key, value))
+    })
+}
+
 /// `10:60,100:3600`: the limit in a window of some seconds, or what is used of it. A third number is
 /// the time for which the limit is closed.
 fn pairs<'a>(
@@ -93,24 +100,16 @@ fn pairs<'a>(
     value: &'a str,
     each: &mut impl FnMut(Header<'a>, &'a str),
 ) -> bool {
-    let number = |text: &&str| matches!(digits(text), (number, "") if !number.is_empty());
-    let read = |item: &'a str| {
-        let mut numbers = item.split(':').map(|text| Some(trim(text)).filter(number));
-        let pair = (numbers.next()??, numbers.next()??);
-        let closed = numbers.next().map_or(Some("0"), |closed| closed)?;
-        numbers.next().is_none().then_some((pair.0, pair.1, closed))
-    };
     let is_count = matches!(
         header.role,
         Role::Limit | Role::Used | Role::State | Role::Open
     );
-    if !is_count || split(value, ',').any(|item| read(item).is_none()) {
+    if !is_count || split(value, ',').any(|item| numbers(item).is_none()) {
         return false;
     }
     let is_used = matches!(header.role, Role::Used | Role::State);
     let role = if is_used { Role::Used } else { Role::Limit };
-    let is_zero = |number: &str| number.bytes().all(|digit| digit == b'0');
-    for (count, window, closed) in split(value, ',').filter_map(read) {
+    for [count, window, closed] in split(value, ',').filter_map(numbers) {
         if !is_zero(window) {
             each(header.part(role, window), count);
             each(header.part(Role::Window, window), window);
@@ -120,4 +119,21 @@ fn pairs<'a>(
         }
     }
     true
+}
+
+/// Returns the two or three numbers of an item. The third one is 0 if there are two.
+fn numbers(item: &str) -> Option<[&str; 3]> {
+    let mut numbers = ["", "", "0"];
+    for (place, text) in item.split(':').enumerate() {
+        let number = numbers.get_mut(place)?;
+        *number = trim(text);
+        if !matches!(digits(number), (digits, "") if !digits.is_empty()) {
+            return None;
+        }
+    }
+    (!numbers[1].is_empty()).then_some(numbers)
+}
+
+fn is_zero(number: &str) -> bool {
+    number.bytes().all(|digit| digit == b'0')
 }

@@ -4,17 +4,17 @@ use crate::signal::parse::time::period;
 
 /// Returns the period and the unit in a name such as `InputTokensPerModelPerMinute-Free`.
 pub(in crate::signal) fn of_quota_id(id: &str) -> (Option<u64>, Option<&'static str>) {
-    let word = |text: &str| {
-        let end = text
-            .char_indices()
-            .skip(1)
-            .find(|(_, letter)| !letter.is_ascii_lowercase());
-        period(&text[..end.map_or(text.len(), |(at, _)| at)])
-    };
     let span = id
         .match_indices("Per")
-        .find_map(|(at, per)| word(&id[at + per.len()..]));
+        .find_map(|(at, per)| period(first_word(&id[at + per.len()..])));
     (span, id.contains("Token").then_some("tokens"))
+}
+
+/// Returns the first of words such as `MinuteFree`.
+fn first_word(words: &str) -> &str {
+    let mut letters = words.char_indices().skip(1);
+    let end = letters.find(|(_, letter)| !letter.is_ascii_lowercase());
+    &words[..end.map_or(words.len(), |(end, _)| end)]
 }
 
 /// The words of names that state a unit, best first.
@@ -33,19 +33,18 @@ const UNITS: [(&str, &str); 10] = [
 
 /// Returns the unit in a name, if it is not requests.
 pub(in crate::signal) fn unit_of(name: &str) -> Option<&'static str> {
-    let has = |unit: &str| {
-        name.split(['-', '_'])
-            .any(|word| word.eq_ignore_ascii_case(unit))
-    };
     match name {
         "" => None,
         "token" => Some("tokens"),
         // Seconds of the server's work.
         _ if name.starts_with("time-") => Some("seconds"),
-        _ => UNITS
-            .iter()
-            .find(|(word, _)| has(word))
-            .map(|(_, unit)| *unit),
+        _ => {
+            let known = UNITS.iter().find(|(known, _)| {
+                let mut words = name.split(['-', '_']);
+                words.any(|word| word.eq_ignore_ascii_case(known))
+            });
+            known.map(|(_, unit)| *unit)
+        }
     }
 }
 
@@ -71,11 +70,9 @@ pub(in crate::signal) fn is_plain(name: &str) -> bool {
         "global",
         "total",
     ];
-    let is_plain = |word: &str| {
-        let plain = PLAIN.iter().any(|plain| word.eq_ignore_ascii_case(plain));
-        plain || period(word).is_some()
-    };
-    name.split(['-', '_']).all(is_plain)
+    name.split(['-', '_']).all(|word| {
+        PLAIN.iter().any(|plain| word.eq_ignore_ascii_case(plain)) || period(word).is_some()
+    })
 }
 
 #[cfg(test)]

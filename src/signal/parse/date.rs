@@ -136,9 +136,9 @@ fn digits(text: &str, count: usize) -> Option<(i64, &str)> {
 /// Parses the name of a month.
 fn month_of(text: &str) -> Option<(i64, &str)> {
     let (name, rest) = text.split_at_checked(3)?;
-    let is_it = |month: &&str| month.eq_ignore_ascii_case(name);
-    let month = (1..).zip(&MONTHS).find(|(_, month)| is_it(month))?.0;
-    Some((month, rest))
+    let mut months = (1..).zip(MONTHS);
+    let (number, _) = months.find(|(_, month)| month.eq_ignore_ascii_case(name))?;
+    Some((number, rest))
 }
 
 /// Returns the last year with these two last digits that is at most 50 years ahead.

@@ -31,10 +31,9 @@ pub(in crate::signal) struct Base {
 impl Base {
     /// Returns the span until a moment; 0 if the moment is over.
     fn until(&self, moment: i64) -> u64 {
-        let after = |base: i64| u64::try_from(moment.saturating_sub(base)).unwrap_or(0);
-        match self.date.map(after) {
+        match self.date.map(|date| millis_between(date, moment)) {
             Some(span) if span <= LONGEST => span,
-            _ => after(self.now).min(LONGEST),
+            _ => millis_between(self.now, moment).min(LONGEST),
         }
     }
 
@@ -63,12 +62,12 @@ impl Base {
     /// Parses the same for a field whose name may state a unit. A number that is too large for a
     /// span of three years is a moment, whatever the name says.
     pub(in crate::signal) fn read_with(&self, unit: Option<u32>, text: &str) -> Option<u64> {
-        let whole = Number::read(text).map_or(0, |number| number.whole);
-        let is_moment = |unit: u32| {
-            whole >= 1_000_000_000 && whole.saturating_mul(unit.into()) >= 100_000_000_000
+        let is_span = |number: Number, unit: u32| {
+            let is_short = number.whole < 1_000_000_000;
+            is_short || number.whole.saturating_mul(unit.into()) < 100_000_000_000
         };
-        match unit {
-            Some(unit) if !is_moment(unit) => self.read_in(unit, text),
+        match (unit, Number::read(text)) {
+            (Some(unit), Some(number)) if is_span(number, unit) => Some(of(number, unit)),
             _ => self.read(text),
         }
     }
@@ -88,6 +87,11 @@ impl Base {
         let moment = number.times_up(unit).div_ceil(MILLI);
         self.until(i64::try_from(moment).unwrap_or(i64::MAX))
     }
+}
+
+/// Returns the span from one moment to a later one; 0 if that is not later.
+fn millis_between(one: i64, later: i64) -> u64 {
+    u64::try_from(later.saturating_sub(one)).unwrap_or(0)
 }
 
 /// Converts a number of units of `unit` milliseconds to a span; a negative number means 0.

@@ -91,19 +91,17 @@ fn both(
 /// Reads an item of a policy that is no valid structured field: its name is the last part without
 /// `=`, as in `"fixed window";"api";q=2500;w=300`.
 fn spelled(item: &str) -> Item {
-    let number = |keys: [&str; 2]| {
-        let value = keys.iter().find_map(|key| parameter(item, key))?;
-        Number::read(value)
-    };
-    let name = split(item, ';').filter(|part| !part.is_empty() && !part.contains('='));
-    let bare = |name: &str| match Number::read(name) {
-        Some(number) => Bare::Number(number),
-        None => Bare::Text(Text::of(&[unquoted(name)])),
-    };
+    let names = split(item, ';').filter(|part| !part.is_empty() && !part.contains('='));
+    let [quota, window] = [["q", "quota"], ["w", "window"]].map(|[short, long]| {
+        Number::read(parameter(item, short).or_else(|| parameter(item, long))?)
+    });
     Item {
-        bare: name.last().map(bare),
-        q: number(["q", "quota"]),
-        w: number(["w", "window"]),
+        bare: names.last().map(|name| match Number::read(name) {
+            Some(number) => Bare::Number(number),
+            None => Bare::Text(Text::of(&[unquoted(name)])),
+        }),
+        q: quota,
+        w: window,
         ..Item::default()
     }
 }
@@ -154,11 +152,11 @@ fn service(item: &Item, named: &mut Bounded<Named, 16>, base: &Base) -> Option<O
     draft.remaining = item.r.map(|number| number.count().known().unwrap_or(0));
     draft.reset_after = item.t.map(|number| base.number(number));
     draft.window = item.w.and_then(|seconds| time::window_of(1000, seconds));
-    let same_key = |key: Option<Text>| key == item.pk || key.is_none() || item.pk.is_none();
-    if let Some(policy) = named
-        .iter_mut()
-        .find(|policy| policy.draft.name == draft.name && same_key(policy.key))
-    {
+    let policy = named.iter_mut().find(|policy| {
+        let is_same_key = policy.key == item.pk || policy.key.is_none() || item.pk.is_none();
+        policy.draft.name == draft.name && is_same_key
+    });
+    if let Some(policy) = policy {
         policy.referred = true;
         draft.limit = draft.limit.or(policy.draft.limit);
         draft.window = draft.window.or(policy.draft.window);

@@ -2,7 +2,7 @@
 
 use crate::signal::combine::Entries;
 use crate::signal::generic::family::Role;
-use crate::signal::generic::group::{GroupEntry, times};
+use crate::signal::generic::group::times;
 use crate::signal::generic::lines::Lines;
 use crate::signal::parse::time::{self, Base};
 
@@ -35,7 +35,7 @@ pub(in crate::signal) fn read<'a>(
 /// servers send it with each response that they accept.
 fn by_kind(entries: &Entries<'_>, base: &Base) -> Option<u64> {
     let state = entries.iter().find(|entry| entry.is_throttled());
-    let wait = |entry: &GroupEntry<'_>| match entry.header.role {
+    let waits = entries.iter().filter_map(|entry| match entry.header.role {
         Role::RetryAfter => {
             times(entry.value, |text| base.read_with(entry.header.unit, text)).max()
         }
@@ -44,12 +44,8 @@ fn by_kind(entries: &Entries<'_>, base: &Base) -> Option<u64> {
             time::window(entry.header.unit.unwrap_or(1000), entry.value)
         }
         _ => None,
-    };
-    entries
-        .iter()
-        .filter_map(wait)
-        .max()
-        .filter(|wait| *wait > 0)
+    });
+    waits.max().filter(|wait| *wait > 0)
 }
 
 fn longest<'a>(

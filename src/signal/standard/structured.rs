@@ -60,16 +60,17 @@ pub(in crate::signal) fn list(field: &str) -> Option<impl Iterator<Item = Item>>
 pub(in crate::signal) fn dictionary(
     field: &str,
 ) -> Option<impl Iterator<Item = (&str, Option<Bare>)>> {
-    let member = |text| {
-        let (key, value) = key(text)?;
-        match value.strip_prefix('=') {
-            Some(value) => Some((key, item(value)?.bare)),
-            None => Some((key, Some(Bare::Other))),
-        }
-    };
     let members = split(field, ',').map(member);
     let is_dictionary = members.clone().all(|member| member.is_some());
     is_dictionary.then(|| members.flatten())
+}
+
+fn member(text: &str) -> Option<(&str, Option<Bare>)> {
+    let (key, value) = key(text)?;
+    match value.strip_prefix('=') {
+        Some(value) => Some((key, item(value)?.bare)),
+        None => Some((key, Some(Bare::Other))),
+    }
 }
 
 /// Parses an Item with its parameters. Inner Lists have none that count.
@@ -103,14 +104,14 @@ fn item(text: &str) -> Option<Item> {
 /// Parses a key at the start of a text. Returns the rest, too: nothing, or what begins with `=` or `;`.
 fn key(text: &str) -> Option<(&str, &str)> {
     let (key, rest) = text.split_at(text.find(['=', ';']).unwrap_or(text.len()));
-    let is_first = |byte: &u8| byte.is_ascii_lowercase() || *byte == b'*';
-    let is_inner = |byte: u8| is_first(&byte) || byte.is_ascii_digit() || b"_-.".contains(&byte);
-    let is_key = key.as_bytes().first().is_some_and(is_first) && key.bytes().all(is_inner);
+    let is_key = key.starts_with(|first: char| first.is_ascii_lowercase() || first == '*')
+        && key
+            .bytes()
+            .all(|byte| matches!(byte, b'a'..=b'z' | b'0'..=b'9' | b'*' | b'_' | b'-' | b'.'));
     is_key.then_some((key, rest))
 }
 
 fn bare(text: &str) -> Option<Bare> {
-    let is_token = |byte: u8| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~:/".contains(&byte);
     match text.as_bytes().first()? {
         b'-' | b'0'..=b'9' => {
             let digits = text.bytes().filter(u8::is_ascii_digit).count();
@@ -121,15 +122,19 @@ fn bare(text: &str) -> Option<Bare> {
         b'"' => string(text).map(Bare::Text),
         b':' => {
             let base64 = text[1..].strip_suffix(':')?.trim_end_matches('=');
-            let is_digit = |byte: u8| byte.is_ascii_alphanumeric() || b"+/".contains(&byte);
-            base64.bytes().all(is_digit).then_some(Bare::Other)
+            let mut bytes = base64.bytes();
+            let are_digits =
+                bytes.all(|byte| byte.is_ascii_alphanumeric() || b"+/".contains(&byte));
+            are_digits.then_some(Bare::Other)
         }
         // A Boolean, a Date, a Display String.
         b'?' | b'@' | b'%' => Some(Bare::Other),
-        first if first.is_ascii_alphabetic() || *first == b'*' => text
-            .bytes()
-            .all(is_token)
-            .then(|| Bare::Text(Text::of(&[text]))),
+        first if first.is_ascii_alphabetic() || *first == b'*' => {
+            let mut bytes = text.bytes();
+            let is_token = bytes
+                .all(|byte| byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~:/".contains(&byte));
+            is_token.then(|| Bare::Text(Text::of(&[text])))
+        }
         _ => None,
     }
 }

@@ -229,11 +229,12 @@ pub(super) fn read(lines: &Lines<'_>, base: &Base, quotas: &mut Drafts) {
 
 impl Row {
     fn has(&self, name: &str) -> bool {
-        let is_it = |header: &&str| match header.strip_suffix('*') {
-            Some(start) => name.starts_with(start),
-            None => *header == name,
-        };
-        self.headers.iter().any(is_it)
+        self.headers
+            .iter()
+            .any(|header| match header.strip_suffix('*') {
+                Some(start) => name.starts_with(start),
+                None => *header == name,
+            })
     }
 }
 
