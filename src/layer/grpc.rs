@@ -15,6 +15,7 @@ use std::fmt::{self, Write};
 use std::mem;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
+use std::time::Instant;
 
 use http::header::CONTENT_TYPE;
 use http::{Extensions, HeaderMap, HeaderName, HeaderValue, StatusCode, Version};
@@ -27,6 +28,7 @@ use super::response_policy::ResponsePolicy;
 use super::seam::{Departure, Gate, take_call};
 use super::service::{CloneService, Edge, RateLimit, edge};
 use super::{AdaptiveThrottleLayer, RateLimitLayer};
+use crate::clock;
 use crate::error::{BoxError, Error, Limited};
 use crate::key::RequestInfo;
 use crate::signal::grpc::{Code, MESSAGE, PUSHBACK, STATUS};
@@ -200,9 +202,11 @@ where
     }
     let call = take_call(call);
     G::settle(&call, &mut answer, policy);
+    let wait = answer.signal.retry_after();
     let open = Open::<G> {
         call,
         policy: policy.without_settle(),
+        retry_at: wait.map(|wait| clock::after(clock::now(), wait)),
         head: answer.signal,
     };
     *response.extensions_mut() = answer.extensions;
@@ -223,6 +227,8 @@ struct Open<G: Gate> {
     policy: ResponsePolicy,
     /// What the headers have stated.
     head: Signal,
+    /// When to retry, as the headers have stated it. It counts if the trailers refuse, and state no time.
+    retry_at: Option<Instant>,
 }
 
 impl<G: Gate> OpenCall for Open<G> {
@@ -231,15 +237,25 @@ impl<G: Gate> OpenCall for Open<G> {
     }
 
     fn end(self: Box<Self>, trailers: Option<&HeaderMap>) {
-        let Open { call, policy, head } = *self;
-        let of_trailers = trailers.map(Signal::read_grpc).unwrap_or_default();
-        let signal = head
-            .quotas()
-            .iter()
-            .filter(|_| of_trailers.quotas().is_empty())
-            .fold(of_trailers.clone(), |signal, quota| {
-                signal.with_quota(quota.clone())
-            });
+        let Open {
+            call,
+            policy,
+            head,
+            retry_at,
+        } = *self;
+        let mut signal = trailers.map(Signal::read_grpc).unwrap_or_default();
+        if signal.quotas().is_empty() {
+            for quota in head.quotas() {
+                signal = signal.with_quota(quota.clone());
+            }
+        }
+        let now = clock::now();
+        if let Some(at) = retry_at.filter(|at| *at > now)
+            && signal.refusal().is_some()
+            && signal.retry_after().is_none()
+        {
+            signal = signal.with_retry_after(at - now);
+        }
         let mut answer = Answer {
             status: trailers.and_then(Code::read).map(Code::http_status),
             signal,

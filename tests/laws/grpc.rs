@@ -196,6 +196,23 @@ async fn refusals_hold_the_key() {
             ms(3000),
             ms(3100),
         ),
+        // The metadata before the message states the time, unless the trailers do.
+        (
+            Answer::Streamed(
+                headers(&[("retry-after", "3")]),
+                headers(&[("grpc-status", "8")]),
+            ),
+            ms(3000),
+            ms(3100),
+        ),
+        (
+            Answer::Streamed(
+                headers(&[("retry-after", "9")]),
+                headers(&[("grpc-status", "8"), ("grpc-retry-pushback-ms", "3000")]),
+            ),
+            ms(3000),
+            ms(3100),
+        ),
     ] {
         let limit = layer(Quota::per_second(50));
         let limiter = limit.limiter();
@@ -260,6 +277,33 @@ async fn a_hold_begins_with_the_trailers() {
     assert_eq!(trailers.trailers_ref().unwrap()["grpc-status"], "8");
     assert!(hold(&limiter).await.is_some());
     assert!(body.frame().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_wait_in_the_metadata_counts_from_its_arrival() {
+    let limit = layer(Quota::per_second(50));
+    let limiter = limit.limiter();
+    let head = headers(&[("retry-after", "3")]);
+    for (passed, status, expected) in [
+        (ms(1000), "8", Some(ms(1990)..ms(2100))),
+        (ms(10_000), "8", Some(ms(400)..ms(1000))),
+        (ms(1000), "0", None),
+    ] {
+        let answer = Answer::Streamed(head.clone(), headers(&[("grpc-status", status)]));
+        let service = around(limit.clone().grpc(), &Server::new([answer]));
+        let body = call(&service).await.into_body();
+        tokio::time::sleep(passed).await;
+        drop(body.collect().await.unwrap());
+        let held = hold(&limiter).await;
+        match expected {
+            Some(expected) => assert!(
+                held.is_some_and(|held| expected.contains(&held)),
+                "{held:?}"
+            ),
+            None => assert_eq!(held, None),
+        }
+        tokio::time::sleep(ms(60_000)).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
