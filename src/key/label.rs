@@ -41,21 +41,23 @@ pub(crate) fn may_mislead(c: char) -> bool {
 impl Label {
     /// Makes the label of eight hex digits.
     pub(super) fn of_digits(number: u32) -> Self {
-        let digit = |place: u32| b"0123456789abcdef"[(number >> (4 * place) & 15) as usize];
-        Label((0..8).rev().map(digit).collect())
+        let digits = (0..8).rev().map(|place| {
+            let digit = number >> (4 * place) & 15;
+            b"0123456789abcdef"[digit as usize]
+        });
+        Label(digits.collect())
     }
-}
 
-impl Label {
     /// Makes the label of a host. A header may be of any length and have any characters, so a log line
     /// could be forged with it: others than those of hosts become `_`, and what is too long is cut.
     pub(super) fn of_host(host: &str) -> Self {
-        let shown = |byte: u8| match byte {
+        let bytes = host.bytes().take(LONGEST);
+        let shown = bytes.map(|byte| match byte {
             b'-' | b'.' | b'_' | b':' | b'[' | b']' | b'%' => byte,
             _ if byte.is_ascii_alphanumeric() => byte,
             _ => b'_',
-        };
-        Label(host.bytes().take(LONGEST).map(shown).collect())
+        });
+        Label(shown.collect())
     }
 }
 
@@ -63,8 +65,7 @@ impl Label {
 /// become `_`. The label is cut after 253 bytes, between two characters.
 impl From<&str> for Label {
     fn from(text: &str) -> Self {
-        let ends = |(start, c): (usize, char)| start + c.len_utf8();
-        let ends = text.char_indices().map(ends);
+        let ends = text.char_indices().map(|(start, c)| start + c.len_utf8());
         let end = ends.take_while(|end| *end <= LONGEST).last();
         let text = &text[..end.unwrap_or(0)];
         if !text.contains(may_mislead) {

@@ -29,14 +29,13 @@ thread_local! {
 /// Returns [`Key::host`] of the host of `request`.
 #[inline]
 pub(super) fn key_of(request: &impl RequestInfo) -> Option<Key> {
-    let known = |last: &RefCell<LastHost>| {
+    // A thread that ends keeps no host.
+    let known = LAST.try_with(|last| {
         // A request of the user's own may call this function again.
         let last = last.try_borrow().ok()?;
         (!last.name.is_empty() && request.is_to(&last.name)).then_some(last.key)
-    };
-    // A thread that ends keeps no host.
-    let known = LAST.try_with(known).ok().flatten();
-    known.or_else(|| request.host().map(keep))
+    });
+    known.ok().flatten().or_else(|| request.host().map(keep))
 }
 
 /// Returns the key of `name`, and keeps both if the name is short and plain.
@@ -44,15 +43,14 @@ pub(super) fn key_of(request: &impl RequestInfo) -> Option<Key> {
 fn keep(name: &str) -> Key {
     let key = Key::host(name);
     if name.len() <= MOST_BYTES && is_plain_host(name.as_bytes()) {
-        let keep = |last: &RefCell<LastHost>| {
+        // A thread that ends keeps no host.
+        let _ = LAST.try_with(|last| {
             if let Ok(mut last) = last.try_borrow_mut() {
                 last.name.clear();
                 last.name.push_str(name);
                 last.key = key;
             }
-        };
-        // A thread that ends keeps no host.
-        let _ = LAST.try_with(keep);
+        });
     }
     key
 }

@@ -288,8 +288,9 @@ impl Class {
 /// Returns whether `text` is a host without port and user, and without upper case: most can be used as they are
 /// written, and need no parsing.
 pub(crate) fn is_plain_host(text: &[u8]) -> bool {
-    let is_special = |byte: &u8| matches!(byte, b':' | b'@' | b'[') || byte.is_ascii_uppercase();
-    !text.iter().any(is_special)
+    !text
+        .iter()
+        .any(|byte| matches!(byte, b':' | b'@' | b'[') || byte.is_ascii_uppercase())
 }
 
 /// Returns `host` without its port, if it has one. An IPv6 address may have colons, but no port, if it

@@ -26,6 +26,10 @@ pub(crate) trait Evict {
     /// in use.
     fn idle_from(&self) -> Option<Self::Now>;
 
+    fn is_idle(&self, now: Self::Now) -> bool {
+        self.idle_from().is_some_and(|idle| idle <= now)
+    }
+
     /// Returns the moment from which the state is useless: then it is evicted in any case.
     fn worthless_from(&self) -> Option<Self::Now> {
         self.idle_from()
@@ -97,14 +101,14 @@ impl<T: Evict> KeyMap<T> {
         let shards = max
             .div_ceil(KEYS_IN_A_SHARD)
             .clamp(FEWEST_SHARDS, MOST_SHARDS);
-        let shard = || {
+        let shards = (0..shards).map(|_| {
             Mutex::new(Shard {
                 table: HashTable::new(),
                 hand: 0,
             })
-        };
+        });
         KeyMap {
-            shards: (0..shards).map(|_| shard()).collect(),
+            shards: shards.collect(),
             seed: dice(),
             max,
             len: AtomicUsize::new(0),
@@ -131,18 +135,23 @@ impl<T: Evict> KeyMap<T> {
         with: impl FnOnce(&mut T) -> R,
     ) -> Result<R, Full> {
         let hash = key.spread(self.seed);
-        let same = |(other, _): &(Key, T)| *other == key;
-        if let Some((_, state)) = self.shard(hash).table.find_mut(hash, same) {
+        let mut shard = self.shard(hash);
+        if let Some((_, state)) = shard.table.find_mut(hash, |(other, _)| *other == key) {
             return Ok(with(state));
         }
+        drop(shard);
         self.reserve(now, &mut forgotten)?;
         let room = Room(&self.len);
         let mut shard = self.shard(hash);
         let Looked { gone, .. } = shard.look(LOOK, now, &mut forgotten);
         self.len.fetch_sub(gone, Ordering::Relaxed);
         shard.shrink(self.seed);
-        let rehash = |(key, _): &(Key, T)| key.spread(self.seed);
-        let state = match shard.table.entry(hash, same, rehash) {
+        let entry = shard.table.entry(
+            hash,
+            |(other, _)| *other == key,
+            |(key, _)| key.spread(self.seed),
+        );
+        let state = match entry {
             Entry::Occupied(theirs) => &mut theirs.into_mut().1,
             Entry::Vacant(free) => {
                 // It may panic: a function of the user makes a pace.
@@ -183,12 +192,12 @@ impl<T: Evict> KeyMap<T> {
     /// Returns whether [`enter`](Self::enter) finds room for `key`, or could: a full map looks at some keys
     /// only.
     pub(crate) fn has_room(&self, key: Key, now: T::Now) -> bool {
-        let is_idle = |state: &T| state.idle_from().is_some_and(|idle| idle <= now);
-        let has_idle =
-            |shard: &Mutex<Shard<T>>| lock(shard).table.iter().any(|(_, state)| is_idle(state));
         self.len() < self.max
             || self.find(key, |_| ()).is_some()
-            || self.shards.iter().any(has_idle)
+            || self.shards.iter().any(|shard| {
+                let shard = lock(shard);
+                shard.table.iter().any(|(_, state)| state.is_idle(now))
+            })
     }
 
     /// Makes room for one more key. If the map is full, it evicts the least useful of the keys that
@@ -263,8 +272,7 @@ impl<T: Evict> Shard<T> {
             };
             if worthless <= now {
                 looked.gone += usize::from(self.forget(self.hand, forgotten));
-            } else if state.idle_from().is_some_and(|idle| idle <= now)
-                && looked.least.is_none_or(|(least, _)| worthless < least)
+            } else if state.is_idle(now) && looked.least.is_none_or(|(least, _)| worthless < least)
             {
                 looked.least = Some((worthless, self.hand));
             }

@@ -109,8 +109,8 @@ impl Division {
         for (index, limit) in quota.limits().iter().enumerate() {
             let mut rest = *limit;
             for (class, percent) in percents.iter().enumerate() {
-                let too_small = || undividable(*limit, self.shares[class].class);
-                let part = part(*limit, *percent).ok_or_else(too_small)?;
+                let part = part(*limit, *percent)
+                    .ok_or_else(|| undividable(*limit, self.shares[class].class))?;
                 rest = without(rest, part);
                 parts[1 + class].limits[index] = part;
             }

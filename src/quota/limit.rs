@@ -191,10 +191,9 @@ impl Limit {
                     ..
                 },
             ) => {
-                let nanos = |window: Duration| u64::try_from(window.as_nanos()).unwrap_or(u64::MAX);
                 let of_both =
                     u128::from(count) * other.as_nanos() + u128::from(more) * window.as_nanos();
-                let refill = of_both / u128::from(nanos(other).max(1));
+                let refill = of_both / other.as_nanos().max(1);
                 Some(Limit::Bucket {
                     capacity: units,
                     count: u32::try_from(refill).unwrap_or(u32::MAX),
@@ -208,38 +207,37 @@ impl Limit {
     /// Returns `part` of `of` parts of the limit. A result below one unit becomes one unit in a
     /// longer time.
     pub(super) fn part(self, part: u64, of: u64) -> Limit {
-        let units = |count: u32| {
-            let units = u128::from(count) * u128::from(part) / u128::from(of);
-            u32::try_from(units).unwrap_or(count).min(count)
-        };
-        let longer = |window: Duration| {
-            let nanos = (window.as_nanos() * u128::from(of)).div_ceil(u128::from(part));
-            Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
-                .clamp(window, Quota::LONGEST_WINDOW)
-        };
+        let most = self.largest_cost();
+        let units = u128::from(most) * u128::from(part) / u128::from(of);
+        let units = u32::try_from(units).unwrap_or(most).min(most);
         match self {
-            Limit::Sliding { count, .. } | Limit::Fixed { count, .. } if units(count) > 0 => {
-                self.with_units(units(count))
-            }
+            Limit::Sliding { .. } | Limit::Fixed { .. } if units > 0 => self.with_units(units),
             Limit::Sliding { count, window } | Limit::Fixed { count, window } => {
                 // Each unit gets the time until its turn in the whole limit.
-                let of_one = window.as_nanos() / u128::from(count.max(1));
-                let of_one = Duration::from_nanos(u64::try_from(of_one).unwrap_or(u64::MAX));
+                let of_one = span(window.as_nanos() / u128::from(count.max(1)));
                 Limit::Sliding {
                     count: 1,
-                    window: longer(of_one).max(window),
+                    window: lengthened(of_one, part, of).max(window),
                 }
             }
+            Limit::Bucket { count, window, .. } => Limit::Bucket {
+                capacity: units.max(1),
+                count,
+                window: lengthened(window, part, of),
+            },
+            limit @ Limit::InFlight { .. } => limit,
+        }
+    }
+
+    /// Returns for how long use counts: the window, or the time in which a bucket fills if that is longer.
+    pub(super) fn memory(&self) -> Duration {
+        match *self {
             Limit::Bucket {
                 capacity,
                 count,
                 window,
-            } => Limit::Bucket {
-                capacity: units(capacity).max(1),
-                count,
-                window: longer(window),
-            },
-            limit @ Limit::InFlight { .. } => limit,
+            } if count > 0 => window.max(window.saturating_mul(capacity) / count),
+            _ => self.window(),
         }
     }
 
@@ -332,6 +330,17 @@ impl Limit {
     }
 }
 
+/// Returns a window of which `part` of `of` are `window`, at most the longest one.
+fn lengthened(window: Duration, part: u64, of: u64) -> Duration {
+    let nanos = (window.as_nanos() * u128::from(of)).div_ceil(u128::from(part));
+    span(nanos).clamp(window, Quota::LONGEST_WINDOW)
+}
+
+/// Returns a span of nanoseconds, cut to 584 years.
+fn span(nanos: u128) -> Duration {
+    Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+}
+
 /// `Ord::max` of two numbers, for constants.
 const fn max(a: u128, b: u128) -> u128 {
     if a > b { a } else { b }
@@ -375,8 +384,7 @@ fn check_spacing(limit: Limit, life: Duration, slacks: Slacks) -> Result<Duratio
     let scaled = |margin: Duration| margin.as_nanos() * count;
     let most_spacing = period * 100 / u128::from(100 - slacks.rate_loss.min(99));
     let most_margin = (most_spacing + capacity * period).saturating_sub(2 * period);
-    let most_life = most_margin.saturating_sub(scaled(slacks.transit)) / count;
-    let most_life = Duration::from_nanos(u64::try_from(most_life).unwrap_or(u64::MAX));
+    let most_life = span(most_margin.saturating_sub(scaled(slacks.transit)) / count);
     if most_life >= SHORTEST_LIFE {
         return Ok(life.min(most_life));
     }

@@ -392,8 +392,9 @@ impl Quota {
 
     /// Returns whether all rate limits are sliding windows.
     pub(crate) fn is_of_sliding_windows(&self) -> bool {
-        let is_window = |limit: &Limit| matches!(limit, Limit::Sliding { .. });
-        self.limits().iter().all(is_window)
+        self.limits()
+            .iter()
+            .all(|limit| matches!(limit, Limit::Sliding { .. }))
     }
 
     /// Returns how many calls may be in flight at the same time. `None` if that is not limited.
@@ -431,17 +432,9 @@ impl Quota {
     /// Returns for how long use counts: the longest window, or the longest time in which a bucket
     /// fills.
     pub(crate) fn longest_memory(&self) -> Duration {
-        let memory = |limit: &Limit| match *limit {
-            Limit::Bucket {
-                capacity,
-                count,
-                window,
-            } if count > 0 => window.max(window.saturating_mul(capacity) / count),
-            _ => limit.window(),
-        };
         self.limits()
             .iter()
-            .map(memory)
+            .map(Limit::memory)
             .max()
             .unwrap_or(Quota::SHORTEST_WINDOW)
     }
@@ -549,9 +542,9 @@ impl Bucket {
 /// Two quotas are equal if they have the same limits of the same units, in the same order.
 impl PartialEq for Quota {
     fn eq(&self, other: &Self) -> bool {
-        let parts = |quota: &Quota| (quota.len, quota.in_flight, quota.misuse);
-        let limits = |quota: &Quota| quota.limits.into_iter().zip(quota.units).take(quota.len);
-        parts(self) == parts(other) && limits(self).eq(limits(other))
+        self.limits() == other.limits()
+            && self.units[..self.len] == other.units[..other.len]
+            && (self.in_flight, self.misuse) == (other.in_flight, other.misuse)
     }
 }
 

@@ -11,13 +11,6 @@ impl FromStr for Quota {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        let unreadable = |part: &str| {
-            let part: String = part.trim().chars().take(64).collect();
-            ConfigError::new(format!(
-                "{part:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, a unit after its \
-                 count, such as 200000 tokens/min, or 8 in flight"
-            ))
-        };
         let mut quota: Option<Quota> = None;
         for part in text.split(',') {
             let shown = if part.trim().is_empty() { text } else { part };
@@ -45,6 +38,14 @@ impl FromStr for Quota {
         quota.check(none)?;
         Ok(quota)
     }
+}
+
+fn unreadable(part: &str) -> ConfigError {
+    let part: String = part.trim().chars().take(64).collect();
+    ConfigError::new(format!(
+        "{part:?} is not a quota; write count/window, such as 100/60s, 5/second or 25/5s, 300/60s, a unit after its \
+         count, such as 200000 tokens/min, or 8 in flight"
+    ))
 }
 
 /// Returns the quota of one limit, and the unit that it names.

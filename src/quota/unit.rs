@@ -11,10 +11,11 @@ pub(super) const LONGEST_NAME: usize = 32;
 /// Returns whether `name` may be the name of a unit: a letter, and then letters, digits, `_`, `-`
 /// and `.`.
 pub(super) fn is_name(name: &str) -> bool {
-    let is_inside = |byte: u8| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte);
     name.len() <= LONGEST_NAME
         && name.starts_with(|first: char| first.is_ascii_alphabetic())
-        && name.bytes().all(is_inside)
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"_-.".contains(&byte))
 }
 
 /// The most names that are read from text in one process, besides [`WELL_KNOWN`].
