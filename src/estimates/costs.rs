@@ -13,6 +13,12 @@ pub(super) struct Costs {
     quantile: u32,
 }
 
+/// What the costs of one name say of the next one.
+pub(crate) enum TypicalCost {
+    Quantile(u32),
+    LargestOfFew(u32),
+}
+
 impl Costs {
     /// An estimate from `n` costs, if they are few, is this many `n`-ths above the largest.
     const MARGIN: u64 = 3;
@@ -43,21 +49,20 @@ impl Costs {
     // costs are known, a limit that has room for one cautious guess a window took 20 windows to learn.
     pub(super) fn estimate(&self) -> Option<u32> {
         let count = self.count as u64;
-        match self.largest_or_quantile()? {
-            (quantile, true) => Some(quantile),
-            (largest, false) => {
+        match self.typical()? {
+            TypicalCost::Quantile(quantile) => Some(quantile),
+            TypicalCost::LargestOfFew(largest) => {
                 let cautious = u64::from(largest) * (count + Costs::MARGIN) / count;
                 Some(u32::try_from(cautious).unwrap_or(u32::MAX))
             }
         }
     }
 
-    /// Returns the quantile and `true`, or the largest of a few costs and `false`.
-    pub(super) fn largest_or_quantile(&self) -> Option<(u32, bool)> {
+    pub(super) fn typical(&self) -> Option<TypicalCost> {
         if self.count >= Estimates::LEAST {
-            return Some((self.quantile, true));
+            return Some(TypicalCost::Quantile(self.quantile));
         }
         let largest = self.recent[..self.count].iter().max()?;
-        Some((*largest, false))
+        Some(TypicalCost::LargestOfFew(*largest))
     }
 }

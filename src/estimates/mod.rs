@@ -11,6 +11,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::key::Key;
 use crate::locks::lock;
 use costs::Costs;
+#[cfg(feature = "llm")]
+pub(crate) use costs::TypicalCost;
 
 /// Learns what requests usually cost, for each route or model, and estimates the next one.
 ///
@@ -108,15 +110,10 @@ impl Estimates {
         names.costs.get(&Key::new(name))?.costs.estimate()
     }
 
-    /// Returns the quantile of the costs of this name, and `true`; or the largest of a few, and `false`.
     #[cfg(feature = "llm")]
-    pub(crate) fn largest_or_quantile(&self, name: impl AsRef<[u8]>) -> Option<(u32, bool)> {
+    pub(crate) fn typical(&self, name: impl AsRef<[u8]>) -> Option<TypicalCost> {
         let names = self.lock();
-        names
-            .costs
-            .get(&Key::new(name))?
-            .costs
-            .largest_or_quantile()
+        names.costs.get(&Key::new(name))?.costs.typical()
     }
 
     /// Learns that a request of this name did cost `actual`.

@@ -7,7 +7,7 @@ use http::Method;
 use super::prompt::Prompt;
 use super::{CountsBy, Llm};
 use crate::cost::Cost;
-use crate::estimates::Estimates;
+use crate::estimates::{Estimates, TypicalCost};
 use crate::key::RequestRef;
 use crate::layer::body::AtEnd;
 use crate::limiter::Settlement;
@@ -149,9 +149,9 @@ impl Meter {
     /// Returns how many tokens a prompt of this size is expected to have.
     fn tokens(&self, size: u64, model: &str) -> u32 {
         // Prompts of one model differ little.
-        let ratio = match self.ratios.largest_or_quantile(model) {
-            Some((ratio, true)) => u64::from(ratio),
-            Some((ratio, false)) => u64::from(ratio).max(self.first_ratio()),
+        let ratio = match self.ratios.typical(model) {
+            Some(TypicalCost::Quantile(ratio)) => u64::from(ratio),
+            Some(TypicalCost::LargestOfFew(ratio)) => u64::from(ratio).max(self.first_ratio()),
             None => self.first_ratio(),
         };
         let tokens = size.saturating_mul(ratio).div_ceil(SCALE);
