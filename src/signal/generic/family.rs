@@ -336,13 +336,11 @@ fn word<'a>(text: &'a str, words: &str, marks: &[u8]) -> Option<&'a str> {
     if rest.first().is_some_and(|byte| !marks.contains(byte)) {
         return None;
     }
-    for (byte, word) in start.iter().zip(words.as_bytes()) {
-        // The words are in lower case, with dashes.
-        if !byte.eq_ignore_ascii_case(word) && !(*word == b'-' && marks.contains(byte)) {
-            return None;
-        }
-    }
-    Some(text.get(words.len() + 1..).unwrap_or(""))
+    // The words are in lower case, with dashes.
+    let are_same = start.iter().zip(words.as_bytes()).all(|(byte, word)| {
+        byte.eq_ignore_ascii_case(word) || (*word == b'-' && marks.contains(byte))
+    });
+    are_same.then(|| text.get(words.len() + 1..).unwrap_or(""))
 }
 
 /// Reads the only role in the words, or the last of several if it is the end of the name. Returns
