@@ -6,12 +6,13 @@ use crate::error::Limited;
 use crate::quota::Quota;
 use crate::rng;
 use crate::signal::{ResponseInfo, Signal};
-use crate::store::{self, Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store, StoreReply};
+use crate::store::{Lease, LeaseRequest, LimitSpec, OwnedLeaseRequest, Store, StoreReply};
 use crate::throttle::ThrottlePermit;
 
 pub use crate::clock::laboratory::begin as begin_clock;
 pub use crate::pacing::{CallState, Dice, Pace, Pause, Reply, StateCodec, Traffic};
 pub use crate::rng::laboratory::begin as begin_dice;
+pub use crate::store::joint_call::JointCall;
 pub use crate::throttle::paced_queue::{Flight, PacedQueue, Refused};
 
 /// Returns an unpredictable number, or the next one of the dice of this thread.
@@ -55,24 +56,10 @@ pub fn limit_spec(
     LimitSpec::new(quota, transit_slack, boundary_guard).with_quota_version(version, life)
 }
 
-/// The calls of a joint request to one store, which a store may decide about as one.
-#[derive(Debug, Default)]
-pub struct JointRequest(store::JointCall);
-
-impl JointRequest {
-    /// Makes `request` a part of the joint request.
-    pub fn part<'a>(&'a self, request: LeaseRequest<'a>) -> LeaseRequest<'a> {
-        let joint = Some(&self.0);
-        LeaseRequest { joint, ..request }
-    }
-
-    /// Returns whether the store decides about the keys together.
-    pub fn is_used(&self) -> bool {
-        self.0.is_used()
-    }
-
-    /// Sends the calls.
-    pub fn send(&self) {
-        self.0.send();
+/// Makes `request` a part of a joint request.
+pub fn part_of<'a>(joint: &'a JointCall, request: LeaseRequest<'a>) -> LeaseRequest<'a> {
+    LeaseRequest {
+        joint: Some(joint),
+        ..request
     }
 }

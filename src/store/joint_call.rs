@@ -23,7 +23,7 @@ use crate::locks::lock;
 ///
 /// A store decorator passes it on without knowing it. A store that does not know it ignores it.
 #[derive(Default)]
-pub(crate) struct JointCall {
+pub struct JointCall {
     #[cfg(feature = "redis")]
     gathered: Mutex<Gathered>,
 }
@@ -83,12 +83,14 @@ impl JointCall {
         Ok(())
     }
 
-    pub(crate) fn is_used(&self) -> bool {
+    /// Returns whether a store has put a call here.
+    pub fn is_used(&self) -> bool {
         let gathered = lock(&self.gathered);
         !gathered.calls.is_empty()
     }
 
-    pub(crate) fn send(&self) {
+    /// Sends the calls.
+    pub fn send(&self) {
         let mut gathered = lock(&self.gathered);
         gathered.is_sent = true;
         let (calls, send) = (std::mem::take(&mut gathered.calls), gathered.send.take());
@@ -102,9 +104,10 @@ impl JointCall {
 #[cfg(not(feature = "redis"))]
 impl JointCall {
     /// Returns whether a store has put a call here. No other store than that in Redis does.
-    pub(crate) fn is_used(&self) -> bool {
+    pub fn is_used(&self) -> bool {
         false
     }
 
-    pub(crate) fn send(&self) {}
+    /// Sends the calls.
+    pub fn send(&self) {}
 }

@@ -21,7 +21,7 @@ mod event;
 mod fallback;
 mod hold;
 mod interface;
-mod joint_call;
+pub(crate) mod joint_call;
 mod lease;
 mod memory;
 mod owned_request;

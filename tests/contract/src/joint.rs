@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::caller::{Arrivals, Caller, LONG, pass};
-use tollgate::__lab::JointRequest;
+use tollgate::__lab::{JointCall, part_of};
 use tollgate::Quota;
 use tollgate::store::{Demand, Lease, Store};
 
@@ -19,13 +19,13 @@ async fn ask_jointly(
     earliest: Duration,
     latest: Duration,
 ) -> Option<Vec<Lease>> {
-    let joint = JointRequest::default();
+    let joint = JointCall::default();
     let mut replies = Vec::new();
     for (caller, cost) in callers.iter().zip(costs) {
         let demands = [Demand::new(*cost, 1).earliest(earliest)];
         let mut request = caller.asks_for(&demands);
         request.latest = latest;
-        replies.push(caller.store.lease(joint.part(request)));
+        replies.push(caller.store.lease(part_of(&joint, request)));
         if !joint.is_used() {
             return None;
         }
