@@ -5,6 +5,7 @@ use std::panic::{self, AssertUnwindSafe};
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 
+use super::event::notify;
 use super::{
     Change, Claim, InForce, Lease, LeaseRequest, PeekRequest, Register, RegisterRequest,
     StoreError, StoreEvent, StoreListener, Usage,
@@ -140,9 +141,8 @@ pub trait Store: Send + Sync + 'static {
             return inner.claim(claim, listener);
         }
         let unsupported = StoreError::Unsupported("limits of calls in flight");
-        listener
-            .clone()
-            .on_event(claim.key, claim.holder, StoreEvent::Failed(unsupported));
+        let failed = StoreEvent::Failed(unsupported);
+        notify(listener.clone(), claim.key, claim.holder, failed);
     }
 
     /// Changes the hold or the set quota of `key`, and notifies every listener. Returns what is in

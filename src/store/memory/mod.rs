@@ -267,7 +267,7 @@ impl Store for MemoryStore {
             }
             Err(Full) => {
                 let failed = StoreEvent::Failed(self.full());
-                listener.clone().on_event(key, claim.holder, failed);
+                notify(listener.clone(), key, claim.holder, failed);
             }
         }
     }

@@ -42,6 +42,11 @@ const MOST_ECHOES: u32 = 3;
 const FORBIDDEN_PAUSE: Duration = Duration::from_secs(30);
 
 /// Subscribes and forwards messages to `incoming`, while it is polled.
+///
+/// A subscription that is confirmed may still receive nothing. So the process publishes empty messages to its
+/// own channel: one at once, because the first message that arrives shows that none is missed from then on, and
+/// one whenever the channel was quiet. If [`MOST_ECHOES`] of them in a row do not come back, the connection
+/// counts as lost.
 pub(super) async fn listen(
     find_server: FindServer,
     instance: u64,

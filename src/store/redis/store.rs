@@ -21,6 +21,7 @@ use crate::config_error::ConfigError;
 use crate::key::{Key, Label};
 use crate::locks::lock;
 use crate::rng::dice;
+use crate::store::event::notify;
 use crate::store::{
     Background, Change, Claim, Demand, InForce, Lease, LeaseRequest, LimitSpec, PeekRequest,
     Register, RegisterRequest, Store, StoreError, StoreEvent, StoreListener, StoreReply, Task,
@@ -312,9 +313,8 @@ impl Store for RedisStore {
             listener: listener.clone(),
         };
         if let Err(error) = self.client.order(CallKind::InFlight, order) {
-            listener
-                .clone()
-                .on_event(claim.key, claim.holder, StoreEvent::Failed(error));
+            let failed = StoreEvent::Failed(error);
+            notify(listener.clone(), claim.key, claim.holder, failed);
         }
     }
 

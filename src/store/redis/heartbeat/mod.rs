@@ -233,6 +233,10 @@ impl Claims {
     }
 
     /// Takes in the reply to a claim, and sends the holder's next claim if there is one.
+    ///
+    /// A holder that leaves is forgotten once the store does not count it any more: the store has confirmed that
+    /// claim, or the last claim that it confirmed has expired. An earlier claim that failed may still arrive, and
+    /// would take slots for its whole life. So the holder stays until that is impossible, and then leaves again.
     pub(super) fn on_reply(&mut self, id: u64, reply: Result<ClaimReply, StoreError>) {
         let now = clock::now();
         self.wake(now);
