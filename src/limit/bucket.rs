@@ -127,7 +127,6 @@ impl BucketState {
         }
     }
 
-    /// Returns a moment in ticks.
     fn ticks_at(&self, moment: Micros) -> u128 {
         u128::from(moment) * self.ticks
     }

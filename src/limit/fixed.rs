@@ -75,7 +75,6 @@ impl Fixed {
         at.saturating_add(self.phase) / self.window
     }
 
-    /// Returns when a window begins.
     fn start(&self, number: u64) -> Micros {
         number
             .saturating_mul(self.window)

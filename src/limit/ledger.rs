@@ -715,7 +715,6 @@ fn quota_mut(rare: &mut Option<Box<RareState>>) -> Option<&mut SetQuotaState> {
     rare.as_mut()?.quota.as_deref_mut()
 }
 
-/// Returns the advance bookings of a key.
 fn advance(rare: &Option<Box<RareState>>) -> &[AdvanceBooking] {
     rare.as_ref().map_or(&[], |rare| rare.advance.as_slice())
 }

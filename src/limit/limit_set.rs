@@ -63,7 +63,6 @@ impl LimitSet {
         self.states.limiting_mut().filter(|state| !state.is_pace())
     }
 
-    /// Advances all limits to `now`.
     pub(super) fn advance(&mut self, now: Micros) {
         self.states.all_mut().for_each(|state| state.advance(now));
     }

@@ -10,7 +10,6 @@ use super::lending::kept;
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::{LONGEST_LIFE, Limit};
 
-/// The state of one limit of a key.
 #[derive(Clone, Debug)]
 pub(super) struct LimitState {
     /// The limit.

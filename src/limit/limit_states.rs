@@ -37,7 +37,6 @@ impl LimitStates {
         states.iter()
     }
 
-    /// Returns all states, the paused ones last.
     pub(super) fn all_mut(&mut self) -> IterMut<'_, LimitState> {
         let states = match self {
             LimitStates::One(state) => slice::from_mut(state),
@@ -55,7 +54,6 @@ impl LimitStates {
         states.iter()
     }
 
-    /// Returns the states of the limits that are not paused.
     pub(super) fn limiting_mut(&mut self) -> IterMut<'_, LimitState> {
         let states = match self {
             LimitStates::One(state) => slice::from_mut(state),
@@ -104,7 +102,6 @@ impl LimitStates {
         }
     }
 
-    /// Ends the pause of all limits.
     pub(super) fn pause_none(&mut self) {
         if let LimitStates::Many { states, limiting } = self {
             *limiting = states.len();

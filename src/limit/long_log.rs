@@ -74,7 +74,6 @@ impl LongLog {
         self.chunks.is_empty() && self.floor.is_none()
     }
 
-    /// Returns the newest stamp.
     pub(super) fn newest(&self) -> Option<Micros> {
         let newest = self.chunks.back().map(|chunk| chunk.stamp);
         newest.max(self.floor)
@@ -90,7 +89,6 @@ impl LongLog {
         self.floor = self.floor.filter(|floor| floor.saturating_add(span) > now);
     }
 
-    /// Removes and returns the oldest chunk.
     fn pop_oldest(&mut self) -> Option<Chunk> {
         let oldest = self.chunks.pop_front()?;
         self.total -= oldest.count;

@@ -16,7 +16,6 @@ use std::ops::RangeInclusive;
 use super::algorithm::PermitTime;
 use super::{Booking, Micros, UnusedPermits};
 
-/// The returned slots of a key.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ReturnedSlots {
     /// The slots, sorted by slot and stamp.
@@ -97,18 +96,15 @@ impl ReturnedSlots {
         passed.then(|| slots.remove(0))
     }
 
-    /// Removes and returns the last slot.
     pub(super) fn pop_last(&mut self) -> Option<UnusedPermits> {
         self.slots.pop()
     }
 
-    /// Returns the units of all slots.
     #[cfg(test)]
     pub(super) fn units(&self) -> u64 {
         self.slots.iter().map(|unused| unused.units).sum()
     }
 
-    /// Returns the last slot and its units.
     pub(super) fn last(&self) -> Option<UnusedPermits> {
         self.slots.last().copied()
     }

@@ -19,7 +19,6 @@ pub(in crate::signal) struct GroupEntry<'a> {
 }
 
 impl GroupEntry<'_> {
-    /// Returns whether both are of the same group.
     pub(in crate::signal) fn same_group(&self, other: &GroupEntry<'_>) -> bool {
         let (one, other) = (&self.header, &other.header);
         (one.family, one.part, one.name) == (other.family, other.part, other.name)

@@ -62,7 +62,6 @@ use Form::{Fields, Own};
 
 const MINUTE: u64 = 60_000;
 
-/// The table.
 pub(super) const ROWS: &[Row] = &[
     Row {
         sender: "Amazon Selling Partner API",
@@ -208,7 +207,6 @@ pub(super) const ROWS: &[Row] = &[
     },
 ];
 
-/// Returns whether a row has the header.
 pub(super) fn has(name: &str) -> bool {
     ROWS.iter().any(|row| row.has(name))
 }

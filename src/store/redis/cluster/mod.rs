@@ -385,7 +385,6 @@ impl Cluster {
         }
     }
 
-    /// Requests the map from one server.
     async fn request_map(
         &self,
         server: &Address,

@@ -125,7 +125,6 @@ impl SlotMap {
         self.of_slot.get(usize::from(slot))?.as_ref()
     }
 
-    /// Sets the primary of a slot.
     pub(super) fn set_primary(&mut self, slot: u16, primary: &Address) {
         if let Some(of_slot) = self.of_slot.get_mut(usize::from(slot)) {
             *of_slot = Some(primary.clone());

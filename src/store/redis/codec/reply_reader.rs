@@ -28,7 +28,6 @@ impl std::error::Error for Garbled {}
 pub(in crate::store::redis) struct ReplyReader<'a>(pub(in crate::store::redis) &'a [u8]);
 
 impl<'a> ReplyReader<'a> {
-    /// Reads bytes.
     pub(super) fn bytes(&mut self, count: usize) -> Result<&'a [u8], Garbled> {
         let (bytes, rest) = self.0.split_at_checked(count).ok_or(Garbled)?;
         self.0 = rest;
