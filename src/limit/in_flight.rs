@@ -29,6 +29,7 @@
 use std::collections::VecDeque;
 
 use super::{Claim, Micros, micros_up};
+use crate::quota::percent_of;
 
 /// The in-flight slots of one key.
 #[derive(Debug, Default)]
@@ -291,9 +292,7 @@ impl HolderSlots {
     /// Returns how many slots of `limit` its class has: its share, rounded down, and at least one. 0 if
     /// the limit is not divided.
     fn slots_of_class(&self, limit: u32) -> u32 {
-        let slots = u64::from(limit) * u64::from(self.share) / 100;
-        let slots = u32::try_from(slots).unwrap_or(u32::MAX);
-        slots.max(u32::from(self.share > 0))
+        percent_of(limit, self.share).max(u32::from(self.share > 0))
     }
 }
 

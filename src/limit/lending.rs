@@ -53,7 +53,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::quota::{Limit, Quota};
+use crate::quota::{Limit, Quota, percent_of};
 
 /// How far ahead a part lends at least.
 const SHORTEST_HORIZON: Duration = Duration::from_millis(50);
@@ -150,9 +150,8 @@ impl Lending {
 
 /// Returns how many units of `limit` stay free if borrowers may use `percent` of it.
 pub(super) fn kept(limit: Limit, percent: u8) -> u32 {
-    let most = u64::from(limit.largest_cost());
-    let lent = most * u64::from(percent) / 100;
-    u32::try_from(most - lent).unwrap_or(u32::MAX)
+    let most = limit.largest_cost();
+    most.saturating_sub(percent_of(most, percent))
 }
 
 /// The longest margin that a pace is recognised with.

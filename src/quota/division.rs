@@ -111,7 +111,7 @@ impl Division {
             for (class, percent) in percents.iter().enumerate() {
                 let part = part(*limit, *percent)
                     .ok_or_else(|| undividable(*limit, self.shares[class].class))?;
-                rest = without(rest, part);
+                rest = rest.with_units(rest.largest_cost() - part.largest_cost());
                 parts[1 + class].limits[index] = part;
             }
             let rest = with_refill(rest, *limit, self.percent(0));
@@ -131,20 +131,16 @@ fn undividable(limit: Limit, class: &'static str) -> ConfigError {
 
 /// Returns `percent` of a limit, or `None` if that is less than one unit.
 fn part(limit: Limit, percent: u8) -> Option<Limit> {
-    if let Limit::InFlight { .. } = limit {
-        return Some(limit);
+    match percent_of(limit.largest_cost(), percent) {
+        0 => None,
+        units => with_refill(limit.with_units(units), limit, percent),
     }
-    let units = u64::from(limit.largest_cost()) * u64::from(percent) / 100;
-    let units = u32::try_from(units).ok().filter(|units| *units > 0)?;
-    with_refill(limit.with_units(units), limit, percent)
 }
 
-/// Returns what is left of a limit if the units of `part` are taken away.
-fn without(rest: Limit, part: Limit) -> Limit {
-    match rest {
-        Limit::InFlight { .. } => rest,
-        _ => rest.with_units(rest.largest_cost() - part.largest_cost()),
-    }
+/// Returns `percent` of a count, rounded down.
+pub(crate) fn percent_of(count: u32, percent: u8) -> u32 {
+    let part = u64::from(count) * u64::from(percent) / 100;
+    u32::try_from(part).unwrap_or(u32::MAX)
 }
 
 /// Gives a bucket `percent` of the refill of `limit`: exactly, unless that takes a longer window than a limit may have.
@@ -163,10 +159,7 @@ fn with_refill(bucket: Limit, limit: Limit, percent: u8) -> Option<Limit> {
         .filter(|units| *units <= Quota::LARGEST_COUNT)
         .zip(u64::try_from(nanos).ok().map(Duration::from_nanos))
         .filter(|(_, window)| *window <= Quota::LONGEST_WINDOW);
-    let (count, window) = exact.unwrap_or_else(|| {
-        let units = u64::from(count) * u64::from(percent) / 100;
-        (u32::try_from(units).unwrap_or(count), window)
-    });
+    let (count, window) = exact.unwrap_or((percent_of(count, percent), window));
     (count > 0).then_some(Limit::Bucket {
         capacity,
         count,
