@@ -106,11 +106,11 @@ impl InFlightSlots {
         mut notify: impl FnMut(HolderUpdate),
     ) {
         self.forget(now);
-        let index = self
+        let known = self
             .holders
             .iter()
             .position(|holder| holder.id == claim.holder);
-        let index = index.unwrap_or_else(|| {
+        let index = known.unwrap_or_else(|| {
             self.holders.push(HolderSlots {
                 id: claim.holder,
                 granted: claim.granted_seen,
@@ -284,15 +284,9 @@ impl InFlightSlots {
             .holders
             .iter()
             .filter(|other| other.class == holder.class);
-        holder.slots_of_class(limit).saturating_sub(taken(of_class))
-    }
-}
-
-impl HolderSlots {
-    /// Returns how many slots of `limit` its class has: its share, rounded down, and at least one. 0 if
-    /// the limit is not divided.
-    fn slots_of_class(&self, limit: u32) -> u32 {
-        percent_of(limit, self.share).max(u32::from(self.share > 0))
+        // At least one slot is that of a class, unless the limit is not divided.
+        let share = percent_of(limit, holder.share).max(u32::from(holder.share > 0));
+        share.saturating_sub(taken(of_class))
     }
 }
 

@@ -656,9 +656,9 @@ impl Ledger {
     /// Returns `slot`, or the first returned slot for `cost` if that is earlier, and not before
     /// `from`.
     fn or_returned(&self, slot: Micros, from: Micros, cost: u64, open: PermitTime) -> Micros {
-        let returned = self.returned();
-        let returned = returned.and_then(|returned| returned.first(from, cost, open));
-        returned.map_or(slot, |returned| returned.min(slot))
+        self.returned()
+            .and_then(|returned| returned.first(from, cost, open))
+            .map_or(slot, |returned| returned.min(slot))
     }
 
     /// Returns the returned slots, if there may be some.

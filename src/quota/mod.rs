@@ -339,9 +339,10 @@ impl Quota {
     /// [`of`](Quota::of). Calls in flight have none.
     pub fn units(&self) -> impl Iterator<Item = &'static str> {
         let all = &self.units[..self.len];
-        let first = all.iter().enumerate();
-        let first = first.filter(|(index, unit)| !all[..*index].contains(unit));
-        first.map(|(_, unit)| unit.unwrap_or(Cost::REQUESTS))
+        all.iter()
+            .enumerate()
+            .filter(|(index, unit)| !all[..*index].contains(unit))
+            .map(|(_, unit)| unit.unwrap_or(Cost::REQUESTS))
     }
 
     /// Returns the quota of the limits that count `unit`, without calls in flight. `None` if there is
@@ -349,11 +350,11 @@ impl Quota {
     pub(crate) fn of_unit(&self, unit: &str) -> Option<Quota> {
         let rates = self.limits().iter().zip(self.units);
         let own = rates.filter(|(_, other)| other.unwrap_or(Cost::REQUESTS) == unit);
-        let own = own.map(|(limit, unit)| Quota {
+        own.map(|(limit, unit)| Quota {
             units: [unit; Quota::MOST_LIMITS],
             ..Quota::single(*limit)
-        });
-        own.reduce(Quota::and)
+        })
+        .reduce(Quota::and)
     }
 
     /// Returns the quota of these rate limits, and of `in_flight` calls. `None` if they are no rate

@@ -129,14 +129,13 @@ pub(super) fn repeated(body: &[u8]) -> Bounded<(Text, &str), 16> {
         if node.value == JsonEvent::StartObject && node.key.as_deref() == Some("headers") {
             inside = Some(node.depth);
         }
-        let name = node.plain_key().filter(|_| inside.is_some());
-        let name = name
-            .filter(|name| name.len() <= Text::LONGEST)
-            .map(Text::lower);
-        if let (Some(name), Some(value)) = (name, node.plain_value())
-            && may_matter(name.as_str())
+        if let (Some(_), Some(key), Some(value)) = (inside, node.plain_key(), node.plain_value())
+            && key.len() <= Text::LONGEST
         {
-            lines.push((name, value));
+            let name = Text::lower(key);
+            if may_matter(name.as_str()) {
+                lines.push((name, value));
+            }
         }
     });
     lines

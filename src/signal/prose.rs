@@ -244,12 +244,13 @@ fn without_marks(text: &str) -> &str {
 /// `7m12.5s`, `1 minute and 30 seconds`
 fn spans(text: &str) -> Option<u64> {
     let (span, rest) = time::span_at_start(text)?;
-    let more = rest
+    let rest = rest
         .strip_prefix("and ")
         .or_else(|| rest.strip_prefix(", "));
-    let more = more
-        .and_then(time::span_at_start)
-        .map_or(0, |(more, _)| more);
+    let more = match rest.and_then(time::span_at_start) {
+        Some((more, _)) => more,
+        None => 0,
+    };
     Some(span.saturating_add(more).min(time::LONGEST))
 }
 
@@ -278,10 +279,10 @@ fn clock(text: &str) -> Option<u64> {
 fn number(text: &str, base: &Base) -> Option<u64> {
     let (number, rest) = Number::start(text)?;
     let is_full_stop = text[..text.len() - rest.len()].ends_with('.');
-    let rest = trim(rest);
-    let ends =
-        rest.is_empty() || is_full_stop || rest.starts_with(['.', ',', ';', ')', '"', '\'', '!']);
-    let ends = ends || rest.starts_with(['\n', '\r', '<', '}']);
+    let ends = match trim(rest).bytes().next() {
+        Some(next) => is_full_stop || b".,;)\"'!\n\r<}".contains(&next),
+        None => true,
+    };
     ends.then(|| base.number(number))
 }
 

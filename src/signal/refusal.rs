@@ -110,8 +110,8 @@ pub(super) fn scope(lines: &Lines<'_>) -> Option<Box<str>> {
 /// Returns whether a word is a throttle code: after its last `#`, as a whole or before its first
 /// `:`.
 pub(super) fn is_code(word: &str) -> bool {
-    let code = Text::of(&[word.rsplit('#').next().unwrap_or(word)]);
-    let code = code.as_str();
+    let cut = Text::of(&[word.rsplit('#').next().unwrap_or(word)]);
+    let code = cut.as_str();
     is_plain_code(code) || code.split(':').next().is_some_and(is_plain_code)
 }
 

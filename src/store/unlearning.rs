@@ -23,10 +23,9 @@ impl UnlearningStore {
     }
 }
 
-/// Returns the learned quota that was in force for a call, if there was one.
-fn learned(lease: &Lease) -> Option<&SetQuota> {
-    let set = lease.set_quota.as_deref()?;
-    set.is_learned().then_some(set)
+/// Returns the set quota that a reply states, if it was learned.
+fn learned(stated: &Option<Box<SetQuota>>) -> Option<&SetQuota> {
+    stated.as_deref().filter(|set| set.is_learned())
 }
 
 /// Ends the learned quota that the reply `first` states, and makes the call again.
@@ -35,7 +34,7 @@ async fn without_learned(
     mut request: OwnedLeaseRequest,
     first: Lease,
 ) -> Result<Lease, StoreError> {
-    let Some(set) = learned(&first) else {
+    let Some(set) = learned(&first.set_quota) else {
         return Ok(first);
     };
     // With this version, the store ends only a learned quota.
@@ -69,8 +68,7 @@ fn without_quota(lease: Lease) -> Lease {
 /// Returns the question for what would hold after the end of the learned quota that `reply` states, if it states
 /// one. The version of the end is newer than that of the quota. A question changes nothing in the store.
 fn after_end(mut request: PeekRequest, reply: &Result<Usage, StoreError>) -> Option<PeekRequest> {
-    let set = reply.as_ref().ok()?.set_quota.as_deref()?;
-    let set = Some(set).filter(|set| set.is_learned())?;
+    let set = learned(&reply.as_ref().ok()?.set_quota)?;
     let spec = LimitSpec::clone(&request.spec).with_quota_version(set.version + 1, set.life);
     request.spec = Arc::new(spec);
     Some(request)
@@ -96,7 +94,7 @@ impl Store for UnlearningStore {
         let owned = OwnedLeaseRequest::new(&request);
         self.0.lease(request).then(move |reply| match reply {
             // The caller has a lock, and the end of the quota is told to listeners.
-            Ok(first) if learned(&first).is_some() => {
+            Ok(first) if learned(&first.set_quota).is_some() => {
                 StoreReply::Pending(Box::pin(without_learned(store, owned, first)))
             }
             reply => StoreReply::Ready(reply),

@@ -105,8 +105,8 @@ impl<'a> ReplyReader<'a> {
         let version = self.int()?;
         let (left, life) = (self.span()?, self.span()?);
         let in_flight = Some(self.int()?).filter(|most| *most > 0);
-        let limits = self.byte()?;
-        let limits: Vec<Limit> = (0..limits)
+        let count = self.byte()?;
+        let limits: Vec<Limit> = (0..count)
             .map(|_| self.limit()?.ok_or(Garbled))
             .collect::<Result<_, _>>()?;
         let quota = Quota::of_limits(limits, in_flight);

@@ -24,11 +24,10 @@ impl Flush {
         done: oneshot::Sender<Result<(), StoreError>>,
     ) -> Self {
         let unconfirmed = holders.iter().filter(|(_, holder)| !holder.is_settled());
-        let unconfirmed = unconfirmed
-            .map(|(id, holder)| (*id, holder.claim.number))
-            .collect();
         Flush {
-            unconfirmed,
+            unconfirmed: unconfirmed
+                .map(|(id, holder)| (*id, holder.claim.number))
+                .collect(),
             result: Ok(()),
             done,
         }
