@@ -307,18 +307,19 @@ fn has_start(word: &str, start: &str) -> bool {
 pub(super) fn is_code(code: &str) -> bool {
     let mut sentence = Sentence::default();
     let (mut count, mut start) = (0, 0);
-    let mut is_one = false;
+    let mut says_so = false;
     let bytes = code.as_bytes();
     for end in 1..=bytes.len() {
         let (byte, next) = (bytes[end - 1], bytes.get(end));
-        let begins = next.is_none_or(|next| {
+        // A word ends before a capital after a small letter, before a mark, and at the end.
+        let ends_word = next.is_none_or(|next| {
             (next.is_ascii_uppercase() && !byte.is_ascii_uppercase())
                 || !next.is_ascii_alphanumeric()
         });
-        if begins {
+        if ends_word {
             let word = code.get(start..end).unwrap_or_default();
             let word = word.trim_matches(|letter: char| !letter.is_ascii_alphanumeric());
-            is_one |= has_start(word, "throttl") || has_start(word, "ratelimit");
+            says_so |= has_start(word, "throttl") || has_start(word, "ratelimit");
             sentence.exceeded |= word.eq_ignore_ascii_case("over");
             sentence.counted |= word.eq_ignore_ascii_case("api");
             sentence.add(word);
@@ -326,8 +327,8 @@ pub(super) fn is_code(code: &str) -> bool {
             start = end;
         }
     }
-    let says = is_one || sentence.rate_limit || sentence.refused;
-    says && !sentence.other && count <= 8
+    says_so |= sentence.rate_limit || sentence.refused;
+    says_so && !sentence.other && count <= 8
 }
 
 #[cfg(test)]

@@ -286,6 +286,7 @@ fn loose(name: &str) -> Option<(Family<'_>, Read<'_>)> {
         return None;
     }
     let [mut before, mut after] = read.pieces;
+    // In `shop-api-call`, `api` is last only once `call` is gone.
     for mark in ["api", "call", "calls", "api", "limit", "quota"] {
         before = match before.strip_suffix(mark) {
             Some(front) if front.is_empty() || front.ends_with('-') => front.trim_end_matches('-'),

@@ -282,6 +282,8 @@ impl Stated {
             .iter()
             .find(|values| !values.is_empty())
             .unwrap_or(&self.resets[0]);
+        // Lists of the same length state parallel quotas: entry n of each list is of quota n. Lists of different
+        // lengths cannot be told apart so. Then there is one quota, with the most restrictive value of each list.
         let counts = [
             self.limit.len(),
             self.remaining.len(),
@@ -292,6 +294,7 @@ impl Stated {
         let parallel = (2..=MANY).contains(&longest)
             && counts.iter().all(|count| [0, longest].contains(count));
         let no_reset = self.remaining.is_empty() && resets.is_empty();
+        // Strava states neither windows nor resets: its limits are of 15 minutes and of a day.
         let strava = parallel && longest == 2 && no_reset && self.strava == [true; 2];
 
         for number in 0..if parallel { longest } else { 1 } {
