@@ -282,8 +282,8 @@ impl Stated {
             .iter()
             .find(|values| !values.is_empty())
             .unwrap_or(&self.resets[0]);
-        // Lists of the same length state parallel quotas: entry n of each list is of quota n. Lists of different
-        // lengths cannot be told apart so. Then there is one quota, with the most restrictive value of each list.
+        // Lists of the same length state parallel quotas: entry n of each list is of quota n. If the lengths differ,
+        // it is unknown which entries belong together: there is one quota, with the most restrictive values.
         let counts = [
             self.limit.len(),
             self.remaining.len(),
