@@ -210,6 +210,7 @@ pub mod stats;
 pub mod store;
 mod suspicion;
 pub mod throttle;
+mod tuning;
 mod uncertain;
 mod wait_queue;
 mod wakers;

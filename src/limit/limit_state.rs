@@ -8,7 +8,8 @@ use super::algorithm::{Algorithm, PermitTime};
 use super::external::{ExternalUsage, Ours};
 use super::lending::kept;
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
-use crate::quota::{LONGEST_LIFE, Limit};
+use crate::quota::Limit;
+use crate::tuning::LONGEST_LIFE;
 
 #[derive(Clone, Debug)]
 pub(super) struct LimitState {

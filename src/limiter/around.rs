@@ -35,7 +35,7 @@ use crate::clock::{self, Moment};
 use crate::error::Reason;
 use crate::events;
 use crate::key::{Key, Label};
-use crate::quota::LONGEST_LIFE;
+use crate::tuning::LONGEST_LIFE;
 
 /// What is around the code that runs on this thread.
 #[derive(Clone, Copy)]

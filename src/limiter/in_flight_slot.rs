@@ -15,7 +15,8 @@ use crate::key::Key;
 use crate::key_map::Full;
 use crate::quota::Limit;
 use crate::store::{Refusal, StoreEvent};
-use crate::wait_queue::{MISSED, Number};
+use crate::tuning::MISSED;
+use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
 /// The in-flight slot of a call. Dropping it ends the call.

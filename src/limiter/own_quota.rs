@@ -20,7 +20,7 @@ use crate::signal::Signal;
 use crate::store::{Change, InForce, SetQuota, StoreReply};
 
 /// The longest life of a set quota: 366 days. Longer ones are cut to this.
-const LONGEST_LIFE: Duration = Duration::from_secs(366 * 86_400);
+const LONGEST_KEPT: Duration = Duration::from_secs(366 * 86_400);
 
 /// Why a quota was not set.
 #[non_exhaustive]
@@ -107,7 +107,7 @@ pub(super) async fn set(
     quota: Quota,
     life: Duration,
 ) -> Result<(), QuotaError> {
-    let life = life.min(LONGEST_LIFE);
+    let life = life.min(LONGEST_KEPT);
     let quotas = &cores.first.settings.quotas;
     let specs = quotas.specs(&quota).map_err(QuotaError::Config)?;
     let set = cores.everywhere(key).filter_map(|(core, key)| {

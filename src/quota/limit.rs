@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::{LIFE, Quota, Slacks};
 use crate::config_error::ConfigError;
+use crate::tuning::LONGEST_LIFE;
 
 /// One limit of a [`Quota`].
 #[non_exhaustive]
@@ -356,9 +357,6 @@ const fn clamp(value: u128, least: u128, most: u128) -> u128 {
 /// of one costs much. Tried: a hundredth, so that a caller at exactly the rate loses less. Ten processes on a busy machine then
 /// used 10 to 30 % of one per second instead of 70 to 80 %.
 const LIVES_BETWEEN_SLOTS: u32 = 50;
-
-/// The longest life of a permit.
-pub(crate) const LONGEST_LIFE: Duration = Duration::from_millis(50);
 
 /// The shortest life of a permit under a fine spacing: timers are about a millisecond late.
 const SHORTEST_LIFE: Duration = Duration::from_millis(2);

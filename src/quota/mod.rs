@@ -15,7 +15,6 @@ use std::time::Duration;
 use crate::config_error::ConfigError;
 use crate::cost::{Cost, is_same};
 pub(crate) use division::{ClassShare, Division, percent_of};
-pub(crate) use limit::LONGEST_LIFE;
 pub use limit::Limit;
 pub(crate) use slacks::{LIFE, Slacks};
 

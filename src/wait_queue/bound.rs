@@ -6,7 +6,7 @@ use crate::blocking;
 use crate::clock;
 use crate::error::Reason;
 
-use super::ANSWER;
+use crate::tuning::ANSWER;
 
 /// How long a request can wait for a slot: until its deadline, and for `max_wait`.
 #[derive(Clone, Copy, Debug)]

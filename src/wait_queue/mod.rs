@@ -30,24 +30,16 @@ mod properties;
 use std::collections::BTreeMap;
 use std::ops::RangeBounds;
 use std::task::{Context, Waker};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::clock::{self, Timer};
-use crate::quota::LONGEST_LIFE;
+use crate::tuning::MISSED;
 use crate::wakers::Wakers;
 
 pub(crate) use bound::WaitBound;
 
 /// The number of a request in its queue: a smaller number is earlier.
 pub(crate) type Number = u64;
-
-/// If a call to the store has no answer, or a task has not run, after this time, it counts as lost. For so long a request
-/// that cannot wait for its turn at all waits for an answer: see [`WaitBound::answered_by`].
-pub(crate) const ANSWER: Duration = Duration::from_secs(1);
-
-/// How long after its slot has expired a request may still come for it, because its program runs late. A request that does
-/// not come is not polled, and gets nothing until it is.
-pub(crate) const MISSED: Duration = LONGEST_LIFE;
 
 /// Returns whether the request of a slot that has expired at `until` has not come for it.
 pub(crate) fn is_missed(until: Instant, now: Instant) -> bool {

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Wake;
+use std::time::Duration;
 
 use proptest::prelude::*;
 

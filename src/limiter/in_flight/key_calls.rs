@@ -11,7 +11,8 @@ use crate::key_map::Evict;
 use crate::limiter::queue::next_number;
 use crate::limiter::reservation::NoSlot;
 use crate::store::{Claim, StoreEvent};
-use crate::wait_queue::{ANSWER, Left, Number};
+use crate::tuning::ANSWER;
+use crate::wait_queue::{Left, Number};
 use crate::wakers::Wakers;
 
 /// The calls in flight of one key from this process, and the requests that wait for a slot.

@@ -18,7 +18,8 @@ use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Reservation, Stopped};
 use crate::limiter::store_call::StoreCall;
 use crate::store::{JointCall, Lease, Refusal, StoreReply};
-use crate::wait_queue::{ANSWER, WaitBound};
+use crate::tuning::ANSWER;
+use crate::wait_queue::WaitBound;
 
 /// After so many rounds, the search rests for a while. Then other processes that search too can come
 /// to an end.

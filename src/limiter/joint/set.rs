@@ -20,9 +20,9 @@ use crate::limiter::part::{Costs, Part, PartRef, PerPart, Slots};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, ProbeNumber, Stopped};
 use crate::locks::lock;
-use crate::quota::LONGEST_LIFE;
 use crate::store::{Refusal, unless_lost};
-use crate::wait_queue::{ANSWER, Left, WaitBound};
+use crate::tuning::{ANSWER, LONGEST_LIFE};
+use crate::wait_queue::{Left, WaitBound};
 use crate::wakers::Wakers;
 
 /// The most joint slots that are booked anew behind one that came back. Each takes a search.

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use crate::clock;
 use crate::limit::{Charge, UnusedPermits};
 use crate::limiter::queue::{Returns, next_number};
-use crate::wait_queue::ANSWER;
+use crate::tuning::ANSWER;
 
 /// How long the units wait for a call that carries them. After that, they get a call of their own.
 pub(super) const DELAY: Duration = Duration::from_millis(100);

@@ -29,7 +29,7 @@ use crate::clock;
 use crate::key::Key;
 use crate::limiter::reservation::ProbeNumber;
 use crate::store::{Recipients, Register, RegisterRequest};
-use crate::wait_queue::ANSWER;
+use crate::tuning::ANSWER;
 
 /// The longest time without a probe of a ban.
 const LONGEST: Duration = Duration::from_secs(3600);

@@ -24,8 +24,8 @@ use crate::signal::Signal;
 use crate::stats::Cause;
 use crate::store::{HoldState, Register};
 use crate::suspicion::Suspicion;
+use crate::tuning::ANSWER;
 use crate::uncertain::UNCERTAIN_UNTIL;
-use crate::wait_queue::ANSWER;
 use crate::wakers::Wakers;
 
 /// The hold of a key. `details` is `None` if the key was never on hold.

@@ -23,7 +23,7 @@ use crate::limiter::queue::{CallNumber, Returns};
 use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::rng::dice;
 use crate::store::{Demand, Lease, StoreReply};
-use crate::wait_queue::ANSWER;
+use crate::tuning::ANSWER;
 
 /// The most permits that a class asks for at once.
 const MOST: usize = 64;

@@ -11,7 +11,7 @@ use crate::clock;
 use crate::limit::LimitSpec;
 use crate::quota::{Limit, Quota};
 use crate::signal::{ObservedQuota, Signal};
-use crate::wait_queue::ANSWER;
+use crate::tuning::ANSWER;
 
 /// How much of what responses state about limits takes effect. Default:
 /// [`Usage`](HeaderTrust::Usage). Refusals put the key on hold in all cases.

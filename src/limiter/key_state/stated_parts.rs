@@ -28,7 +28,7 @@ use crate::limit::{LimitSpec, STATED_AHEAD};
 use crate::limiter::session::TimeBounds;
 use crate::quota::Limit;
 use crate::store::Usage;
-use crate::wait_queue::ANSWER;
+use crate::tuning::ANSWER;
 
 /// The number of the part that the key is, whichever it is.
 pub(in crate::limiter) const OWN_PART: u8 = u8::MAX;

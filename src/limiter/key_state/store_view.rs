@@ -10,13 +10,8 @@ use crate::limiter::reservation::Reservation;
 use crate::limiter::session::{KeySession, TimeBounds};
 use crate::quota::{LIFE, Limit};
 use crate::store::{ClientSession, Grant, Lease, Refusal, Source, trust};
+use crate::tuning::{LONGEST_ASKED_LIFE, WAKE_UP};
 use crate::wait_queue::WaitBound;
-
-/// The longest validity of a permit, unless a twentieth of the shortest window is longer.
-const LONGEST_LIFE: Duration = Duration::from_millis(20);
-
-/// The validity of permits allows for a task that wakes this late.
-const WAKE_UP: Duration = Duration::from_millis(5);
 
 /// How often the store is called until the first slot, after it has refused a request.
 const TIMES: u32 = 4;
@@ -367,7 +362,7 @@ impl StoreView {
             // A longer validity would lose more of the rate than the quota allows.
             return spec.life();
         }
-        LONGEST_LIFE
+        LONGEST_ASKED_LIFE
             .max(spec.quota().shortest_window() / 20)
             .max(spec.life())
     }

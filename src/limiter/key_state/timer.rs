@@ -20,7 +20,7 @@ use std::time::Instant;
 use super::KeyState;
 use super::context::{KeyContext, Work};
 use crate::clock;
-use crate::wait_queue::ANSWER;
+use crate::tuning::ANSWER;
 
 impl KeyState {
     /// Returns when the key has something to do, even if no request comes.

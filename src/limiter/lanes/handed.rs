@@ -13,7 +13,8 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::wait_queue::{MISSED, Number, is_missed};
+use crate::tuning::MISSED;
+use crate::wait_queue::{Number, is_missed};
 
 /// How many permits are on their way at first, at least and at most.
 const FIRST: usize = 64;

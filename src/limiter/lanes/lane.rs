@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 
 use super::{Booked, FRONT, HandOut, HandedOut, Late};
 use crate::clock::{self, SHORTEST_TIMER};
-use crate::wait_queue::{ANSWER, Left, Number, WaitBound, WaitQueue, is_missed};
+use crate::tuning::ANSWER;
+use crate::wait_queue::{Left, Number, WaitBound, WaitQueue, is_missed};
 use crate::wakers::Wakers;
 
 /// A slot is of use instead of another one if it is this much earlier.

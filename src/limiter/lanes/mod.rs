@@ -37,7 +37,8 @@ use std::time::{Duration, Instant};
 
 use super::reservation::ProbeNumber;
 use crate::clock;
-use crate::wait_queue::{ANSWER, Left, MISSED, Number};
+use crate::tuning::{ANSWER, MISSED};
+use crate::wait_queue::{Left, Number};
 use crate::wakers::Wakers;
 
 use handed::Handed;

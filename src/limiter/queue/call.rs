@@ -10,7 +10,8 @@ use crate::clock;
 use crate::limiter::lanes::{Lane, SlotWait};
 use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::store::{Demand, Refusal};
-use crate::wait_queue::{ANSWER, Number};
+use crate::tuning::ANSWER;
+use crate::wait_queue::Number;
 use crate::wakers::Wakers;
 
 /// The most demands of one call. There is one for each change from one cost to another.

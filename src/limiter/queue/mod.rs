@@ -29,9 +29,10 @@ use super::reservation::{NoSlot, ProbeNumber, Reservation};
 use crate::clock::{self, SHORTEST_TIMER};
 use crate::limit::UnusedPermits;
 use crate::store::{Demand, Refusal};
+use crate::tuning::{ANSWER, MISSED};
+use crate::wait_queue::Left;
 pub(super) use crate::wait_queue::Number;
 use crate::wait_queue::WaitBound;
-use crate::wait_queue::{ANSWER, Left, MISSED};
 use crate::wakers::Wakers;
 
 use call::Calling;

@@ -18,10 +18,7 @@ use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::store::memory::KeyLedger;
 use crate::store::{Lease, OwnedLeaseRequest, Source, StoreSession};
-
-/// Within this span all processes that call the store find out that it cannot be reached. The share
-/// is the least of the windows in it.
-const DETECTION_TIME: Micros = 2_000_000;
+use crate::tuning::DETECTION_TIME;
 
 /// How many windows the share depends on, at least and at most.
 const WINDOWS: std::ops::RangeInclusive<u64> = 2..=8;
@@ -143,7 +140,8 @@ impl GrantHistory {
     }
 
     fn windows(&self) -> u64 {
-        (DETECTION_TIME.div_ceil(self.window.max(1)) + 1).clamp(*WINDOWS.start(), *WINDOWS.end())
+        (micros_up(DETECTION_TIME).div_ceil(self.window.max(1)) + 1)
+            .clamp(*WINDOWS.start(), *WINDOWS.end())
     }
 
     /// Maps a moment of the store's time to the time of this process.

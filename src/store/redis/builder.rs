@@ -11,6 +11,7 @@ use super::stats::StoreTally;
 use crate::config_error::ConfigError;
 use crate::key::Key;
 use crate::rng::dice;
+use crate::tuning::STORE_TIMEOUT;
 
 /// Sets up a [`RedisStore`].
 #[must_use = "a builder does nothing until build"]
@@ -22,7 +23,6 @@ pub struct RedisStoreBuilder {
 }
 
 impl RedisStoreBuilder {
-    const DEFAULT_TIMEOUT: Duration = Duration::from_millis(250);
     const LONGEST_TIMEOUT: Duration = Duration::from_secs(60);
     const LONGEST_PREFIX: usize = 64;
 
@@ -31,7 +31,7 @@ impl RedisStoreBuilder {
             connecting,
             prefix: "tollgate".into(),
             secret: None,
-            store_timeout: RedisStoreBuilder::DEFAULT_TIMEOUT,
+            store_timeout: STORE_TIMEOUT,
         }
     }
 

@@ -7,9 +7,7 @@ use crate::limit::{micros_down, micros_up};
 use crate::quota::Limit;
 use crate::store::ClientSession;
 use crate::store::redis::layout::{BUCKET, FIXED, FORMAT, NEVER, WINDOW};
-
-/// The longest time that a call and its reply are assumed to take.
-const LONGEST_ON_WAY: Duration = Duration::from_millis(250);
+use crate::tuning::LONGEST_ON_WAY;
 
 /// Returns how many microseconds a call and its reply may take, after a round trip of `trip`.
 pub(super) fn on_way(trip: Duration) -> u64 {

@@ -54,5 +54,5 @@ fn constants_of_rules_are_those_of_their_twins() {
     }
     let external = include_str!("../lua/external.lua");
     let longest = number_after(external, "local LONGEST_LIFE = ");
-    assert_eq!(u128::from(longest), crate::quota::LONGEST_LIFE.as_micros());
+    assert_eq!(u128::from(longest), crate::tuning::LONGEST_LIFE.as_micros());
 }
