@@ -21,6 +21,8 @@ mod event;
 mod fallback;
 mod hold;
 mod interface;
+// The laboratory shows it.
+#[cfg_attr(not(feature = "__lab"), allow(unreachable_pub))]
 pub(crate) mod joint_call;
 mod lease;
 mod memory;
