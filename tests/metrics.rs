@@ -325,15 +325,33 @@ async fn dropped_limiters_keep_counts_and_zero_gauges_once() {
     );
 }
 
-/// A store in memory that makes no label while the last counts of a limiter wait for it.
-struct SlowLabels {
+/// A store in memory that does something before it makes a label, once that `begins`.
+struct Labels<F> {
     memory: MemoryStore,
-    is_slow: AtomicBool,
-    asked: Mutex<mpsc::Sender<()>>,
-    goes_on: Mutex<mpsc::Receiver<()>>,
+    begins: AtomicBool,
+    before: F,
 }
 
-impl Store for SlowLabels {
+impl<F: Fn() + Send + Sync + 'static> Labels<F> {
+    fn new(before: F) -> Arc<Self> {
+        Arc::new(Labels {
+            memory: MemoryStore::default(),
+            begins: AtomicBool::new(false),
+            before,
+        })
+    }
+
+    /// Makes a limiter of this store that shows its keys, and that has admitted one request.
+    async fn limiter(self: &Arc<Self>, name: &'static str) -> Limiter {
+        let builder = RateLimitLayer::builder(Quota::per_second(5)).store(self.clone());
+        let layer = builder.name(name).metrics_keys(1).build();
+        let limiter = layer.unwrap().limiter();
+        drop(limiter.acquire(Key::new("tenant")).await.unwrap());
+        limiter
+    }
+}
+
+impl<F: Fn() + Send + Sync + 'static> Store for Labels<F> {
     fn inner(&self) -> Option<&dyn Store> {
         Some(&self.memory)
     }
@@ -343,10 +361,8 @@ impl Store for SlowLabels {
     }
 
     fn label(&self, key: Key) -> Label {
-        if self.is_slow.load(Ordering::Relaxed) {
-            self.asked.lock().unwrap().send(()).unwrap();
-            // An error, because the sender is dropped.
-            let _ = self.goes_on.lock().unwrap().recv();
+        if self.begins.load(Ordering::Relaxed) {
+            (self.before)();
         }
         self.memory.label(key)
     }
@@ -356,18 +372,15 @@ impl Store for SlowLabels {
 #[tokio::test]
 async fn a_limiter_is_on_the_page_while_it_is_dropped() {
     let _alone = start().await;
-    let ((asked, is_asked), (go, goes_on)) = (mpsc::channel(), mpsc::channel());
-    let store = Arc::new(SlowLabels {
-        memory: MemoryStore::default(),
-        is_slow: AtomicBool::new(false),
-        asked: Mutex::new(asked),
-        goes_on: Mutex::new(goes_on),
+    let ((asked, is_asked), (go, goes_on)) = (mpsc::channel(), mpsc::channel::<()>());
+    let (asked, goes_on) = (Mutex::new(asked), Mutex::new(goes_on));
+    let store = Labels::new(move || {
+        asked.lock().unwrap().send(()).unwrap();
+        // An error, because the sender is dropped.
+        let _ = goes_on.lock().unwrap().recv();
     });
-    let builder = RateLimitLayer::builder(Quota::per_second(5)).store(store.clone());
-    let builder = builder.name("being dropped").metrics_keys(1);
-    let limiter = builder.build().unwrap().limiter();
-    drop(limiter.acquire(Key::new("tenant")).await.unwrap());
-    store.is_slow.store(true, Ordering::Relaxed);
+    let limiter = store.limiter("being dropped").await;
+    store.begins.store(true, Ordering::Relaxed);
     let dropping = thread::spawn(move || drop(limiter));
     is_asked.recv().unwrap();
     let publishing = thread::spawn(publish);
@@ -379,42 +392,13 @@ async fn a_limiter_is_on_the_page_while_it_is_dropped() {
     assert_eq!(requests_in(&series), 1, "{series:?}");
 }
 
-/// A store in memory that publishes when it makes a label.
-struct PublishesLabels {
-    memory: MemoryStore,
-    publishes: AtomicBool,
-}
-
-impl Store for PublishesLabels {
-    fn inner(&self) -> Option<&dyn Store> {
-        Some(&self.memory)
-    }
-
-    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
-        self.memory.lease(request)
-    }
-
-    fn label(&self, key: Key) -> Label {
-        if self.publishes.load(Ordering::Relaxed) {
-            publish();
-        }
-        self.memory.label(key)
-    }
-}
-
 /// The thread that drops the limiter would wait for itself.
 #[tokio::test]
 async fn a_limiter_that_is_being_dropped_may_publish() {
     let _alone = start().await;
-    let store = Arc::new(PublishesLabels {
-        memory: MemoryStore::default(),
-        publishes: AtomicBool::new(false),
-    });
-    let builder = RateLimitLayer::builder(Quota::per_second(5)).store(store.clone());
-    let builder = builder.name("publishes").metrics_keys(1);
-    let limiter = builder.build().unwrap().limiter();
-    drop(limiter.acquire(Key::new("tenant")).await.unwrap());
-    store.publishes.store(true, Ordering::Relaxed);
+    let store = Labels::new(publish);
+    let limiter = store.limiter("publishes").await;
+    store.begins.store(true, Ordering::Relaxed);
     let (done, is_done) = mpsc::channel();
     thread::spawn(move || {
         drop(limiter);

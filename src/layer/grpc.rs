@@ -454,7 +454,7 @@ mod tests {
 
     /// A client takes an error of the body for a broken connection: its status would be `Unknown`.
     #[tokio::test]
-    async fn a_call_that_is_cancelled_after_its_head_is_unavailable() {
+    async fn calls_cancelled_after_their_head_are_unavailable() {
         let body = GrpcBody::new(Some(Empty::<&[u8]>::new()), Some(Box::new(LostCall)));
         let end = body.collect().await.unwrap();
         let trailers = end.trailers().unwrap();

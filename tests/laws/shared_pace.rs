@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use http::{HeaderMap, Request, StatusCode};
 use tollgate::pace::{Fair, NoPacing};
-use tollgate::signal::ResponseInfo;
+use tollgate::signal::{ObservedQuota, ResponseInfo};
 use tollgate::store::{
     Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreReply,
 };
-use tollgate::{AdaptiveThrottleLayer, Deadline, Key, Signal};
+use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, Deadline, Key, Signal};
 use tower::{BoxError, Layer, ServiceExt, service_fn};
 
 use support::{count_of, ms, now, pass, soon};
@@ -136,6 +136,18 @@ fn layer(remote: &Arc<Remote>) -> AdaptiveThrottleLayer {
         .max_wait(Duration::from_secs(3600))
         .build()
         .unwrap()
+}
+
+/// A builder of a throttle of one request a second.
+fn one_a_second(remote: Arc<Remote>) -> AdaptiveThrottleBuilder {
+    AdaptiveThrottleLayer::builder()
+        .pace(|| Fair::new().limit(60, Duration::from_secs(60)))
+        .store(Arc::new(Client(remote)))
+}
+
+/// A response that states that nothing is left.
+fn used_up() -> Signal {
+    Signal::default().with_quota(ObservedQuota::new().with_remaining(0))
 }
 
 /// Calls repeatedly until `end`; returns how long each call waited.
@@ -430,20 +442,13 @@ async fn dropped_waiter_blocks_no_other_request() {
     }
 }
 
-/// One request each second: the turn that the store has granted to a request which is not sent goes to the next one.
+/// The store has granted the turn to a request that is not sent.
 #[tokio::test(start_paused = true)]
-async fn a_granted_turn_that_is_given_back_goes_to_the_next_request() {
-    let remote = Remote::new(ms(20));
-    let layer = AdaptiveThrottleLayer::builder()
-        .pace(|| Fair::new().limit(60, Duration::from_secs(60)))
-        .store(Arc::new(Client(remote)))
-        .build()
-        .unwrap();
+async fn granted_turn_given_back_goes_to_the_next_request() {
+    let layer = one_a_second(Remote::new(ms(20))).build().unwrap();
     let throttle = layer.throttle().clone();
-    let empty =
-        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(0));
     let first = throttle.acquire(Key::ALL).await.unwrap();
-    first.answered(&empty);
+    first.answered(&used_up());
     let waits = || {
         let throttle = throttle.clone();
         tokio::spawn(async move { throttle.acquire(Key::ALL).await })
@@ -453,7 +458,7 @@ async fn a_granted_turn_that_is_given_back_goes_to_the_next_request() {
     let start = now();
     let permit = soon(third).await.unwrap().unwrap();
     assert!(now() - start < ms(100), "{:?}", now() - start);
-    permit.answered(&empty);
+    permit.answered(&used_up());
 }
 
 /// Two requests that cannot wait for their turns wait for the store, and do not wake each other meanwhile.
@@ -480,15 +485,8 @@ async fn impatient_requests_sleep_until_the_store_answers() {
 
 #[tokio::test(start_paused = true)]
 async fn impatient_request_goes_when_its_turn_is_due() {
-    let remote = Remote::new(ms(20));
-    let layer = AdaptiveThrottleLayer::builder()
-        .pace(|| Fair::new().limit(60, Duration::from_secs(60)))
-        .store(Arc::new(Client(remote)))
-        .max_wait(Duration::ZERO)
-        .build()
-        .unwrap();
-    let empty =
-        Signal::default().with_quota(tollgate::signal::ObservedQuota::new().with_remaining(0));
+    let impatient = one_a_second(Remote::new(ms(20))).max_wait(Duration::ZERO);
+    let (layer, empty) = (impatient.build().unwrap(), used_up());
     layer
         .throttle()
         .acquire(Key::ALL)
