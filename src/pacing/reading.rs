@@ -111,6 +111,11 @@ mod tests {
     fn reset_is_no_explicit_wait() {
         let reset = [("ratelimit-remaining", "0"), ("ratelimit-reset", "3600")];
         assert_eq!(wait_said(&refusal(&reset)), None);
+        // Nothing says that a bucket is empty until then.
+        assert_eq!(
+            wait_said(&refusal(&[("ratelimit-reset", "60")])),
+            Some(Duration::from_secs(60))
+        );
         let both = |wait| {
             [
                 ("ratelimit-remaining", "0"),

@@ -55,9 +55,13 @@ pub(super) fn signal(
     let limited =
         status.filter(|status| refusal::is_limited(*status, hint, &said, &quotas, &lines));
     let asked = hint.or_else(|| limited.and(said.wait));
-    let reset = limited.filter(|_| asked.is_none());
-    let reset = reset.and_then(|_| refusal::wait(&quotas));
-    let wait = asked.or(reset).or_else(|| limited.and(said.reset));
+    // A quota without a stated Remaining has refused: the time to its reset is what the response asks for.
+    let reset = limited
+        .filter(|_| asked.is_none())
+        .and_then(|_| refusal::longest_reset(&quotas, Some(0)));
+    let wait = asked
+        .or(reset)
+        .or_else(|| limited.and_then(|_| refusal::longest_reset(&quotas, None).or(said.reset)));
     let is_global = limited.is_some() && said.global;
     let scope = refusal::scope(&lines).or_else(|| is_global.then(|| "global".into()));
     Signal {

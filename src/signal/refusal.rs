@@ -82,13 +82,8 @@ pub(super) fn is_limited(
     }
 }
 
-/// Returns the longest time until a reset: of the quotas that are used up, or else of the quotas
-/// without a stated Remaining.
-pub(super) fn wait(quotas: &Drafts) -> Option<u64> {
-    longest_reset(quotas, Some(0)).or_else(|| longest_reset(quotas, None))
-}
-
-fn longest_reset(quotas: &Drafts, remaining: Option<u64>) -> Option<u64> {
+/// Returns the longest time until a reset, of the quotas with this Remaining.
+pub(super) fn longest_reset(quotas: &Drafts, remaining: Option<u64>) -> Option<u64> {
     quotas
         .iter()
         .filter(|quota| quota.remaining == remaining)
