@@ -2,7 +2,7 @@
 //!
 //! A request counts once. If it takes permits at hand, the state of its key counts it
 //! ([`CountedAs`](super::reservation::CountedAs)). Otherwise it is counted where its outcome is known: in
-//! `start` if it does not wait, else by [`Wait`](super::wait::Wait). A joint
+//! [`wait::slow`](super::wait::slow) if it does not wait, else by [`Wait`](super::wait::Wait). A joint
 //! request counts under its first key.
 //!
 //! Units count when a permit is made, for each of its keys. If the permit is given up unused, they are
@@ -62,6 +62,12 @@ impl Engine for Core {
         let (passed, units) = self.states.unlocked_counts();
         counted.add_passed(passed, units);
         self.tally().stats(counted, self.unit_name(), gate, now)
+    }
+
+    fn given_back_elsewhere(&self, key: Key, units: u64) {
+        if key == Key::ALL {
+            self.states.give_back_unlocked(units);
+        }
     }
 
     fn in_use(&self) -> Vec<(usize, u64, Key)> {

@@ -148,6 +148,11 @@ impl KeyStates {
         self.unlocked.counts_of_state()
     }
 
+    /// Notes units of [`Key::ALL`] that were counted without a visit, and whose permit was given back.
+    pub(super) fn give_back_unlocked(&self, units: u64) {
+        self.unlocked.give_back(units);
+    }
+
     /// Returns the requests and units of [`Key::ALL`] that were counted without a visit.
     pub(super) fn unlocked_counts(&self) -> (u64, u64) {
         // A visit collects what was taken of the last offer.

@@ -50,8 +50,12 @@ pub(crate) trait Engine: Send + Sync {
     fn give_back_units(&self, key: Key, units: u64) {
         let mut elsewhere = units;
         self.visit_counts(key, &mut |counts| elsewhere = counts.give_back_units(units));
+        self.given_back_elsewhere(key, elsewhere);
         self.tally().give_back(elsewhere);
     }
+
+    /// Notes units of a permit of `key` that was given back, if they are counted for the key outside of its state.
+    fn given_back_elsewhere(&self, _key: Key, _units: u64) {}
 
     /// Counts a request that is refused, of `key` if it has one, and reports it.
     fn refused(&self, key: Option<Key>, limited: &Limited) {

@@ -25,18 +25,20 @@ use tower::{Service, ServiceBuilder, ServiceExt};
 static READS_ALL: tokio::sync::Mutex<()> = tokio::sync::Mutex::const_new(());
 
 #[tokio::test(start_paused = true)]
-async fn units_of_a_key_are_without_those_that_were_given_back() {
-    let layer = RateLimitLayer::builder(Quota::per_second(100).and(Quota::per_minute(1000)));
-    let limiter = layer.build().unwrap().limiter().clone();
-    let key = Key::new("a");
-    for _ in 0..5 {
-        let permit = limiter.acquire(key).await.unwrap();
-        permit.give_back();
+async fn units_given_back_do_not_count_by_key() {
+    for key in [Key::new("a"), Key::ALL] {
+        let quota = Quota::per_second(100).and(Quota::per_minute(1000));
+        let limiter = RateLimitLayer::new(quota).unwrap().limiter();
+        for _ in 0..5 {
+            let permit = limiter.acquire(key).await.unwrap();
+            permit.give_back();
+        }
+        let _sent = limiter.acquire(key).await.unwrap();
+        let of_key = limiter.busiest(1)[0].units();
+        assert_eq!((limiter.stats().units(), of_key), (1, 1), "{key:?}");
     }
-    let _sent = limiter.acquire(key).await.unwrap();
-    let of_key = limiter.busiest(1)[0].units();
-    assert_eq!((limiter.stats().units(), of_key), (1, 1));
 
+    let key = Key::new("a");
     let throttle = AdaptiveThrottleLayer::new().throttle().clone();
     throttle.acquire(key).await.unwrap().give_back();
     let of_key = throttle.busiest(1)[0].units();

@@ -41,7 +41,7 @@ pub(super) struct UnlockedPermits {
     /// How many more units were taken than requests counted. The requests are `used` less this, so a
     /// request of one unit changes only the word.
     uncounted: AtomicU64,
-    /// The requests and units of the states that were forgotten.
+    /// The requests and units of the states that were forgotten, and the units that were given back since.
     former: [AtomicU64; 2],
 }
 
@@ -111,6 +111,12 @@ impl UnlockedPermits {
             requests.saturating_sub(former_requests.load(Ordering::Relaxed)),
             units.saturating_sub(former_units.load(Ordering::Relaxed)),
         )
+    }
+
+    /// Notes units that were counted here, and whose permit was given back.
+    pub(super) fn give_back(&self, units: u64) {
+        let [_, former_units] = &self.former;
+        former_units.fetch_add(units, Ordering::Relaxed);
     }
 
     /// Notes that the state of the key is forgotten. The caller has collected what was left of the last offer.
