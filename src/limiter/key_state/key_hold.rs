@@ -233,9 +233,14 @@ impl KeyHold {
         let Some(details) = &mut self.details else {
             return false;
         };
+        let is_held = details.hold.left(now).is_some();
+        if !is_held && details.fleet.left(now).is_none() {
+            return false;
+        }
         let slept = details.hold.wake(now);
-        details.fleet.wake(slept.unwrap_or_default());
-        slept.is_some()
+        // A ban lasts for longer than a hold.
+        details.fleet.wake(slept);
+        is_held && !slept.is_zero()
     }
 
     pub(super) fn hold_mut(&mut self) -> Option<&mut Hold> {
@@ -697,6 +702,11 @@ mod tests {
             (hold.left(now), hold.banned_for(now)),
             (Some(hour), Some(day - hour))
         );
+        // And again behind the hold.
+        let later = clock::after(now, hour);
+        clock::pretended::sleep(hour);
+        assert!(!hold.wake(later));
+        assert_eq!(hold.banned_for(later), Some(day - hour * 3));
     }
 
     /// It was accepted meanwhile, but nothing of the process was uncertain, so its responses were not read.

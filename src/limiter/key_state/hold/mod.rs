@@ -106,12 +106,12 @@ impl Hold {
         }
     }
 
-    /// Returns for how long the machine has slept, if the key is on hold: for so much less than this process thought.
-    pub(super) fn wake(&mut self, now: Instant) -> Option<Duration> {
-        let sleep = self.sleep.as_mut().filter(|_| self.end > now)?;
-        let slept = sleep.look();
-        if slept.is_zero() {
-            return None;
+    /// Returns for how long the machine has slept. If the key is on hold, the hold ends that much earlier than this process
+    /// thought.
+    pub(super) fn wake(&mut self, now: Instant) -> Duration {
+        let slept = self.sleep.as_mut().map_or(Duration::ZERO, SleepMark::look);
+        if slept.is_zero() || self.end <= now {
+            return slept;
         }
         let evidence = &mut self.evidence;
         for moment in [&mut evidence.sure_until, &mut evidence.stored_until] {
@@ -121,7 +121,7 @@ impl Hold {
         self.end = self.end.checked_sub(slept).map_or(now, |end| end.max(now));
         // A release may have been missed, too.
         evidence.confirmed_at = None;
-        Some(slept)
+        slept
     }
 
     /// Returns when the hold ends or ended.
