@@ -100,10 +100,11 @@ impl<T: TrackBody> Opened<T> {
             ..
         } = self;
         let watch = at_end.and_then(|at_end| {
-            let settlement = response.extensions_mut().remove::<Settlement>();
+            let extensions = response.extensions_mut();
+            let settlement = extensions.get::<Settlement>();
             // The layer has settled a refusal. Its body states no cost.
-            let is_refusal = settlement.as_ref().is_some_and(Settlement::is_settled);
-            (!is_refusal).then(|| BodyWatch::new(at_end, settlement))
+            let is_refusal = settlement.is_some_and(Settlement::is_settled);
+            (!is_refusal).then(|| BodyWatch::new(at_end, extensions.remove()))
         });
         let call = call.filter(|_| looks.holds_call);
         response.body_mut().watch(call, watch);
