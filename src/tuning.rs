@@ -12,11 +12,16 @@ use std::time::Duration;
 /// of a busy runtime some more.
 pub(crate) const WAKE_UP: Duration = Duration::from_millis(5);
 
-/// The longest validity that a process asks for because its permits expire before they are used, unless a twentieth of
-/// the shortest window is longer. A permit that expires unused costs its unit for so long.
+/// A permit may live for this part of the shortest window, if that is longer than the spans below: 1/20.
+///
+/// Twin: `see_limit` in `store/redis/lua/external.lua`.
+pub(crate) const LIVES_IN_WINDOW: u32 = 20;
+
+/// The longest validity that a process asks for because its permits expire before they are used, unless
+/// [a part of the window](LIVES_IN_WINDOW) is longer. A unit whose permit expires unused is lost for that time.
 pub(crate) const LONGEST_ASKED_LIFE: Duration = Duration::from_millis(20);
 
-/// The longest life of a permit, unless a twentieth of the shortest window is longer.
+/// The longest life of a permit, unless [a part of the window](LIVES_IN_WINDOW) is longer.
 ///
 /// Twin: `LONGEST_LIFE` in `store/redis/lua/external.lua`.
 pub(crate) const LONGEST_LIFE: Duration = Duration::from_millis(50);

@@ -9,7 +9,7 @@ use super::external::{ExternalUsage, Ours};
 use super::lending::kept;
 use super::{Micros, UnusedPermits, UpstreamRemaining, micros_up};
 use crate::quota::Limit;
-use crate::tuning::LONGEST_LIFE;
+use crate::tuning::{LIVES_IN_WINDOW, LONGEST_LIFE};
 
 #[derive(Clone, Debug)]
 pub(super) struct LimitState {
@@ -158,9 +158,9 @@ impl LimitState {
             self.forget_others();
             return false;
         }
-        // Permits with stamps up to this moment may have reached the upstream: a permit may be valid for a
-        // twentieth of the window, if that is longer.
-        let longest_life = micros_up(LONGEST_LIFE).max(micros_up(self.limit.window()) / 20);
+        // Permits with stamps up to this moment may have reached the upstream.
+        let part_of_window = micros_up(self.limit.window()) / u64::from(LIVES_IN_WINDOW);
+        let longest_life = micros_up(LONGEST_LIFE).max(part_of_window);
         let until = now + longest_life + transit_slack;
         let (least, most) = match &mut self.rule {
             Algorithm::Window(log) => {

@@ -10,17 +10,8 @@ use crate::limiter::reservation::Reservation;
 use crate::limiter::session::{KeySession, TimeBounds};
 use crate::quota::{LIFE, Limit};
 use crate::store::{ClientSession, Grant, Lease, Refusal, Source, trust};
-use crate::tuning::{LONGEST_ASKED_LIFE, WAKE_UP};
+use crate::tuning::{LIVES_IN_WINDOW, LONGEST_ASKED_LIFE, WAKE_UP};
 use crate::wait_queue::WaitBound;
-
-/// How often the store is called until the first slot, after it has refused a request.
-const TIMES: u32 = 4;
-
-/// The shortest pause between two calls.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
-
-/// Two first slots that are no further apart are one slot.
-const SAME_SLOT: Duration = Duration::from_millis(20);
 
 /// What this process knows of its store, for one key.
 pub(in crate::limiter) struct StoreView {
@@ -363,7 +354,7 @@ impl StoreView {
             return spec.life();
         }
         LONGEST_ASKED_LIFE
-            .max(spec.quota().shortest_window() / 20)
+            .max(spec.quota().shortest_window() / LIVES_IN_WINDOW)
             .max(spec.life())
     }
 
@@ -404,6 +395,15 @@ pub(super) fn slot(
         is_at_once: true,
     }
 }
+
+/// How often the store is called until the first slot, after it has refused a request.
+const TIMES: u32 = 4;
+
+/// The shortest pause between two calls.
+const SHORTEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// Two first slots that are no further apart are one slot.
+const SAME_SLOT: Duration = Duration::from_millis(20);
 
 /// A refusal of the store, kept for a while. If a later request cannot wait for the first slot either, it is refused without
 /// a call to the store.
