@@ -133,7 +133,8 @@ pub(crate) fn note_any() {
     IS_ANY.store(true, Ordering::Relaxed);
 }
 
-/// Returns whether a response that states nothing about limits may be a bad answer. Those below 400 pay one comparison.
+/// Returns whether a response that states nothing about limits may be a bad answer. A status below 400 costs one
+/// comparison.
 #[inline]
 pub(crate) fn may_be_bad(status: Option<StatusCode>) -> bool {
     status.is_some_and(|status| status.as_u16() >= 400) && IS_ANY.load(Ordering::Relaxed)

@@ -74,7 +74,7 @@ pub(super) enum CountedAs {
 /// waiter's future is polled. The caller's error is made of it at the end of the request: `request/stopped.rs`.
 #[derive(Clone, Debug)]
 pub(super) enum NoSlot {
-    /// The wait would be too long, or was. What the caller is told of that is decided at the end of the request.
+    /// The wait would be too long, or was. The end of the request finds the reason.
     TooLate(Refusal),
     /// This process refuses the request, whatever slots there are.
     Refused(Reason, Refusal),

@@ -337,7 +337,7 @@ impl Sent {
     /// Tells the guards of all keys of a response that may be a bad answer. Returns whether it is one.
     #[cold]
     fn tell_guards(&self, signal: &Signal, status: StatusCode) -> bool {
-        let mut counted: SmallVec<[Arc<dyn Watch>; 1]> = SmallVec::new();
+        let mut counted: Vec<Arc<dyn Watch>> = Vec::new();
         let mut is_bad = false;
         // Of several keys with one guard, the last counts: it is the narrowest.
         for admitted in self.all().rev() {

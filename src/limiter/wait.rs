@@ -222,8 +222,8 @@ pub(super) fn bound_of(
     bound.nested_if(is_nested, now)
 }
 
-/// Enters a request for which no permits are at hand, a `suspect` if a key of it is under suspicion. `label` returns the name of its first key. The parts of a request
-/// have the deadline in common.
+/// Enters a request for which no permits are at hand, a `suspect` if a key of it is under suspicion. `label` returns the
+/// name of its first key. The parts of a request have the deadline in common.
 #[cold]
 pub(crate) fn slow(
     parts: &[PartRef<'_>],

@@ -25,7 +25,7 @@ struct KnownKey {
 }
 
 impl KnownKey {
-    /// A key that is not in use, which its guard has `stopped` for so long.
+    /// A key that is not in use. Its guard has `stopped` it for this time.
     fn new(stopped: Option<Duration>, now: Instant) -> Self {
         KnownKey {
             outlook: PaceOutlook {

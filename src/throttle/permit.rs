@@ -262,7 +262,7 @@ impl ThrottlePermit {
             };
             waited.refused = Some(status);
             // The time of the server is no wait.
-            waited.start = now.checked_sub(waited.span).unwrap_or(now);
+            waited.start = clock::before(now, waited.span);
             // Before the events: a function of the user that takes one may panic, and then the request leaves its place.
             let wait = back.map(|number| self.request.waits_again(number, waited.clone()));
             (status, waited, wait)

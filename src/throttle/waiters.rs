@@ -66,8 +66,8 @@ struct TurnWait {
 }
 
 impl TurnWait {
-    /// Returns until when the request waits. One that cannot wait for its turn still waits for an answer of the store, if
-    /// one is under way.
+    /// Returns until when the request waits. A request that cannot wait for its turn still waits for an answer of the store,
+    /// if a call is under way.
     fn waits_until(&self, awaits_register: bool) -> Instant {
         match awaits_register {
             true => self.latest.max(self.answer_by),

@@ -377,9 +377,7 @@ impl<'a> SlotSearch<'a> {
         }
         let ask = JointAsk {
             cost: self.costs[part],
-            earliest: earliest
-                .checked_sub(self.uncertain[part])
-                .unwrap_or(earliest),
+            earliest: clock::before(earliest, self.uncertain[part]),
             bound,
             replaces,
             changes: self.parts[part].changes(),

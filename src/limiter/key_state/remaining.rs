@@ -77,7 +77,7 @@ impl RemainingTracker {
 
     /// Returns whether less is left of a limit than could be sent, and the store does not know.
     pub(super) fn is_less(&self) -> bool {
-        self.limits.iter().any(RemainingHeaders::is_less)
+        self.limits.iter().any(|headers| headers.is_less)
     }
 
     /// Returns how long until a statement has to be sent to the store, even if no request waits.
@@ -91,7 +91,9 @@ impl RemainingTracker {
     ) -> Option<Duration> {
         let stated = spec.quota().limits().iter().zip(&self.limits);
         stated
-            .filter(|(_, headers)| headers.is_news() && (external_usage || headers.has_refused()))
+            .filter(|(_, headers)| {
+                headers.latest.is_some() && (external_usage || headers.refused > 0)
+            })
             .map(|(limit, headers)| headers.pause(*limit, now))
             .min()
     }
@@ -261,21 +263,6 @@ impl RemainingHeaders {
         }
         self.stays &= is_next_window;
         self.anchor = Some(FirstReset::new(statement));
-    }
-
-    /// Returns whether a statement has not been sent to the store yet.
-    fn is_news(&self) -> bool {
-        self.latest.is_some()
-    }
-
-    /// Returns whether the upstream refused units that have not been sent to the store yet.
-    fn has_refused(&self) -> bool {
-        self.refused > 0
-    }
-
-    /// Returns whether fewer units are left than could still leave, and the store does not know.
-    fn is_less(&self) -> bool {
-        self.is_less
     }
 
     /// Returns the units left, if the last statement bounds what may leave: if it is not old and
