@@ -257,11 +257,11 @@ impl Fixed {
 
     /// Returns the end of the last window that has units or is closed.
     pub(super) fn fresh_from(&self, advance: &[AdvanceBooking]) -> Micros {
-        let used = self.used.iter().filter(|(_, units)| *units > 0);
+        let used = self.used.iter().rev().find(|(_, units)| *units > 0);
         let booked = advance
             .iter()
             .map(|booking| *self.windows_of(booking).end());
-        let last = used.map(|(window, _)| *window).chain(booked).max();
+        let last = booked.chain(used.map(|(window, _)| *window)).max();
         let after_last = last.map_or(0, |window| window + 1);
         match after_last.max(self.open_from) {
             0 => 0,

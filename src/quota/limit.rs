@@ -284,12 +284,9 @@ impl Limit {
         let life = (self.window() / self.count() / LIVES_BETWEEN_SLOTS).clamp(LIFE, LONGEST_LIFE);
         match *self {
             Limit::Sliding { .. } | Limit::InFlight { .. } => Ok(life),
-            Limit::Bucket {
-                capacity,
-                count,
-                window,
-            } => {
-                let full_after = window.saturating_mul(capacity) / count;
+            Limit::Bucket { .. } => {
+                // A longer window was refused above, so this is the time to fill it.
+                let full_after = self.memory();
                 if full_after > Quota::LONGEST_WINDOW {
                     let days = full_after.as_secs() / 86_400;
                     return Err(misuse(

@@ -456,13 +456,8 @@ impl Quota {
     /// Returns the limit under which use counts for longest, alone, and how many of its units may
     /// be used within [its memory](Quota::longest_memory).
     pub(crate) fn longest(&self) -> (Quota, u64) {
-        let longest = self
-            .limits()
-            .iter()
-            .copied()
-            .map(Quota::single)
-            .max_by_key(Quota::longest_memory);
-        let longest = longest.unwrap_or(*self);
+        let longest = self.limits().iter().copied().max_by_key(Limit::memory);
+        let longest = longest.map_or(*self, Quota::single);
         let units = match longest.limits[0] {
             Limit::Bucket {
                 capacity,

@@ -44,7 +44,8 @@ pub(super) fn sort<'a>(lines: &Lines<'a>) -> Entries<'a> {
         let mut before = entries[..place].iter();
         // Once for each family.
         if has_plain_name(&named)
-            && !before.any(|entry| is_quota_of(entry, named.header.family) && has_plain_name(entry))
+            && !before
+                .any(|entry| entry.header.family == named.header.family && has_plain_name(entry))
         {
             join(&mut entries, &named);
         }

@@ -110,14 +110,10 @@ impl Sentence {
             }
         }
         let class = WordClass::of(word);
-        let (is_after_rate, is_after_too) = (
-            self.last == Some(WordClass::Rate),
-            self.last == Some(WordClass::Too),
-        );
         match class {
-            WordClass::Limit if is_after_rate => self.rate_limit = true,
+            WordClass::Limit if self.last == Some(WordClass::Rate) => self.rate_limit = true,
             WordClass::Limit => self.limit = true,
-            WordClass::Limited if is_after_rate => self.refused |= !self.open,
+            WordClass::Limited if self.last == Some(WordClass::Rate) => self.refused |= !self.open,
             WordClass::Counted => {
                 self.counted = true;
                 self.refused |= self.too_many > 0 && !self.open;
@@ -125,7 +121,7 @@ impl Sentence {
             WordClass::Other => self.other = true,
             WordClass::Exceeded => self.exceeded = true,
             WordClass::Throttled => self.refused |= !self.open,
-            WordClass::Many if is_after_too => self.too_many = 4,
+            WordClass::Many if self.last == Some(WordClass::Too) => self.too_many = 4,
             WordClass::If => self.open = true,
             WordClass::None if has_start(word, "ratelimit") => self.rate_limit = true,
             _ => {}

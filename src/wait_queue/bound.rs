@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 use crate::blocking;
 use crate::clock;
 use crate::error::Reason;
-
 use crate::tuning::ANSWER;
 
 /// How long a request can wait for a slot: until its deadline, and for `max_wait`.

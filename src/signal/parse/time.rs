@@ -59,7 +59,7 @@ impl Base {
         }
     }
 
-    /// Parses the same for a field whose name may state a unit. A number that is too large for a
+    /// Parses the same for a field whose name may state a unit. A number from 10^9 on that is too large for a
     /// span of three years is a moment, whatever the name says.
     pub(in crate::signal) fn read_with(&self, unit: Option<u32>, text: &str) -> Option<u64> {
         let is_span = |number: Number, unit: u32| {

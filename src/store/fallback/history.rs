@@ -139,6 +139,7 @@ impl GrantHistory {
         (self.window / PARTS).max(1)
     }
 
+    /// Returns how many windows the share depends on.
     fn windows(&self) -> u64 {
         (micros_up(DETECTION_TIME).div_ceil(self.window.max(1)) + 1)
             .clamp(*WINDOWS.start(), *WINDOWS.end())

@@ -87,8 +87,8 @@ impl StandaloneLedger {
 
     /// Returns a request without demands if the store was not called lately.
     pub(super) fn own_request(&mut self, key: Key, now: Micros) -> Option<OwnedLeaseRequest> {
-        let unused_for = Duration::from_micros(now.saturating_sub(self.called_at));
-        if unused_for < jittered(PROBE_INTERVAL) {
+        let since_call = Duration::from_micros(now.saturating_sub(self.called_at));
+        if since_call < jittered(PROBE_INTERVAL) {
             return None;
         }
         self.called_at = now;

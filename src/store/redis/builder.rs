@@ -84,19 +84,20 @@ impl RedisStoreBuilder {
         } = self;
         let connecting = connecting?;
         let lengths = 1..=RedisStoreBuilder::LONGEST_PREFIX;
-        if !lengths.contains(&prefix.len())
-            || prefix.contains(|letter: char| !letter.is_ascii_graphic() || "{}".contains(letter))
-        {
-            let allowed = "1 to 64 printable ASCII characters, without braces and spaces";
-            let value = format!("{prefix:?}");
-            return Err(ConfigError::out_of_range("prefix", value, allowed));
-        }
+        let is_unfit = |letter: char| !letter.is_ascii_graphic() || "{}".contains(letter);
+        ConfigError::unless(
+            lengths.contains(&prefix.len()) && !prefix.contains(is_unfit),
+            "prefix",
+            format_args!("{prefix:?}"),
+            "1 to 64 printable ASCII characters, without braces and spaces",
+        )?;
         let timeouts = Duration::from_millis(1)..=RedisStoreBuilder::LONGEST_TIMEOUT;
-        if !timeouts.contains(&store_timeout) {
-            let value = format!("{store_timeout:?}");
-            let allowed = "from 1 ms to 60 s";
-            return Err(ConfigError::out_of_range("store_timeout", value, allowed));
-        }
+        ConfigError::unless(
+            timeouts.contains(&store_timeout),
+            "store_timeout",
+            format_args!("{store_timeout:?}"),
+            "from 1 ms to 60 s",
+        )?;
         let decides_jointly = connecting.is_one_server();
         let (channels, tally) = (format!("{prefix}:told:"), StoreTally::new(&prefix));
         let backend = Backend::new(connecting, store_timeout, &channels, Arc::new(tally));

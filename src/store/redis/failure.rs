@@ -98,16 +98,16 @@ impl RedisFailure {
 
     /// Returns the error for the caller of the store.
     pub(super) fn to_error(&self) -> StoreError {
-        let (error, is_reply) = match &self.why {
+        let error = match &self.why {
             FailureKind::Down(error) => return error.clone(),
-            FailureKind::Error(error) => (error.clone().into(), RedisFailure::is_reply(error)),
-            FailureKind::Silent(after) => (format!("no answer within {after:?}").into(), false),
+            FailureKind::Error(error) => error.clone().into(),
+            FailureKind::Silent(after) => format!("no answer within {after:?}").into(),
         };
         let error = of_server(self.server.as_ref(), error);
-        if is_reply {
-            StoreError::failed(error)
-        } else {
+        if self.breaks() {
             StoreError::away(error)
+        } else {
+            StoreError::failed(error)
         }
     }
 }

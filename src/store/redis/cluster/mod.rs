@@ -88,9 +88,10 @@ impl SlotTable {
         self.nodes.get(server).map(|node| &node.link)
     }
 
-    /// Returns whether no server is down.
+    /// Returns whether there is a map and no server is down.
     fn is_well(&self) -> bool {
-        self.nodes.values().all(|node| node.link.down().is_none())
+        let mut nodes = self.nodes.values();
+        !self.map.is_empty() && nodes.all(|node| node.link.down().is_none())
     }
 
     /// Drops the links to servers that are no primaries.
@@ -328,7 +329,7 @@ impl Cluster {
                 Ok(map) => self.adopt(map),
                 Err(error) => self.fail(error),
             }
-            if self.is_well() {
+            if read(&self.table).is_well() {
                 backoff = Backoff::up_to(LONGEST_PAUSE);
                 clock::sleep(jittered(SPACING)).await;
                 self.links.broke.notified().await;
@@ -439,12 +440,6 @@ impl Cluster {
         let mut table = write(&self.table);
         table.map.set_primary(slot, to);
         self.links.broke.notify_one();
-    }
-
-    /// Returns whether there is a map and no server in it is down.
-    fn is_well(&self) -> bool {
-        let table = read(&self.table);
-        !table.map.is_empty() && table.is_well()
     }
 }
 

@@ -218,8 +218,7 @@ impl Claims {
             self.backend.clone(),
             [holder.name.clone()],
         );
-        // In a task of its own, because a connection that the user made may panic. Then the claim
-        // has failed.
+        // If it panics, the claim has failed.
         let running =
             tokio::spawn(async move { script.run_by_memory(&backend, &name, call, now).await });
         self.pending.spawn(async move {
