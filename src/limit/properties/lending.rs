@@ -194,10 +194,15 @@ impl Part {
         }
     }
 
+    /// How long after its slot a permit counts.
+    fn margin(&self) -> f64 {
+        (self.life + SLACK) as f64
+    }
+
     /// Returns the time in which the part gives a request of `cost` its units, if the largest cost of
     /// its requests is `largest`.
     fn time_of(&self, cost: u32, largest: u32) -> f64 {
-        let margin = (self.life + SLACK) as f64;
+        let margin = self.margin();
         let units = f64::from(cost);
         let times = self.limits().iter().map(|limit| match *limit {
             Limit::Bucket {
@@ -215,6 +220,13 @@ impl Part {
             }
         });
         times.fold(0.0, f64::max)
+    }
+
+    /// Returns the rate of the pace, which is a bucket as the one of `time_of`.
+    fn pace_rate(&self) -> f64 {
+        let lending = self.spec.lending().expect("a part");
+        let room = f64::from(lending.pace().largest_cost() - 1) * self.tau;
+        1.0 / (self.tau + (self.margin() - room).max(0.0))
     }
 }
 
@@ -349,7 +361,7 @@ proptest! {
             _ => micros_up(limit.window()) as f64,
         });
         let longest = longest.fold(0.0, f64::max);
-        let margin = (own.life + SLACK) as f64;
+        let margin = own.margin();
         // A part of few units keeps more than a tenth of them: it cannot lend a part of a unit.
         let lent = |limit: &Limit| {
             let kept = own.spec.lending().map_or(0, |lending| lending.kept(*limit));
@@ -361,7 +373,7 @@ proptest! {
             Limit::Bucket { .. } => 1.0 / own.tau,
             _ => lent(limit) / (micros_up(limit.window()) as f64 + margin),
         });
-        let rate = rates.fold(1.0 / own.tau, f64::min);
+        let rate = rates.fold(own.pace_rate(), f64::min);
         let mut numbers = Numbers(case.seed);
         let (from, to) = (START as f64 + longest, START as f64 + 4.0 * longest);
         let mut now = START as f64;
