@@ -161,7 +161,7 @@ impl Algorithm {
 
     /// Returns whether the slot of unused permits, which lies ahead, would be given again once they are
     /// taken back. A window would if what it counts at the slot, with these permits and all behind
-    /// them, is within the limit. A fixed window always would: it counts in no order.
+    /// them, is within the limit. A fixed window that is open would: it counts in no order.
     pub(super) fn would_give_again(
         &mut self,
         unused: UnusedPermits,
@@ -172,7 +172,7 @@ impl Algorithm {
                 window.first_slot(unused.slot, 0, PermitTime::MOMENT, 0, advance) == unused.slot
             }
             Algorithm::Bucket(bucket) => bucket.would_give_again(unused),
-            Algorithm::Fixed(_) => true,
+            Algorithm::Fixed(fixed) => fixed.is_open(unused.slot),
         }
     }
 

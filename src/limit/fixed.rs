@@ -194,13 +194,18 @@ impl Fixed {
         }
     }
 
+    /// Returns whether the window of a moment takes units.
+    pub(super) fn is_open(&self, at: Micros) -> bool {
+        self.number(at) >= self.open_from
+    }
+
     /// Returns how many units may leave at `slot`.
     pub(super) fn room(&self, slot: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let window = self.number(slot);
-        if window < self.open_from {
+        if !self.is_open(slot) {
             return 0;
         }
-        self.limit.saturating_sub(self.units_with(advance, window))
+        self.limit
+            .saturating_sub(self.units_with(advance, self.number(slot)))
     }
 
     /// Returns the units used in the current window.

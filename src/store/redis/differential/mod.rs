@@ -409,6 +409,32 @@ fn returned_slots_are_kept_before_a_booking_alone() {
     }
 }
 
+/// Of many windows that are booked ahead, the first ones close. A slot there that comes back goes to the
+/// next request all the same.
+#[test]
+fn returned_slots_of_closed_windows_are_kept() {
+    let server = RedisServer::start().expect("a server of our own");
+    let mut world = World::new(&server);
+    let quota = Quota::fixed(5, millis(1000)).and(Quota::fixed(4, millis(200)));
+    let spec = Arc::new(LimitSpec::new(quota, millis(10), millis(2)));
+    let step = |count| Step {
+        demands: vec![(1, count)],
+        latest: millis(60_000),
+        life: millis(10),
+        ..Step::idle()
+    };
+    let mut lease = |step: &Step, returns: &[UnusedPermits]| {
+        let (ours, theirs) = world.lease(&spec, step, returns);
+        assert_eq!(decided(&ours), decided(&theirs));
+        theirs
+    };
+    let booked = lease(&step(200), &[]);
+    let Grant { slot, stamp, .. } = booked.grants[2];
+    let unused = UnusedPermits::new(slot, stamp, 1, booked.incarnation);
+    let next = lease(&step(1), &[unused]);
+    assert_eq!(next.grants[0].slot, slot);
+}
+
 /// A process states the limits of parts that it does not use. Both keep such a part as long as its limits
 /// apply.
 #[test]

@@ -208,7 +208,10 @@ local function cold()
     if limit.kind == WINDOW then
       return limit.rule.first_slot(limit, entry.slot, 0, -state.slack, 0) == entry.slot
     end
-    return limit.kind == FIXED or limit.rule.cold().would_give_again(limit, entry.slot, entry.units)
+    if limit.kind == FIXED then
+      return limit.rule.number_of(limit, entry.slot) >= limit.open_from
+    end
+    return limit.rule.cold().would_give_again(limit, entry.slot, entry.units)
   end
 
   -- Removes the returned slots that the limits would give again, the last one first. Their units
