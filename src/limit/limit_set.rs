@@ -221,9 +221,17 @@ impl LimitSet {
                 rule: Algorithm::Window(window),
                 ..
             }) => {
-                // Each chunk is inserted as if its stamp were now.
+                // Each chunk counts as if its stamp were now.
                 for chunk in window.chunks() {
-                    rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count);
+                    match &mut rule {
+                        // What was used before leaves a bucket empty at most, and not in debt for as long
+                        // as the window remembers.
+                        Algorithm::Bucket(bucket) if chunk.stamp <= now => {
+                            let units = chunk.count.min(u64::from(limit.largest_cost()));
+                            bucket.charge(chunk.stamp, chunk.stamp, units);
+                        }
+                        rule => rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count),
+                    }
                 }
             }
             _ => {

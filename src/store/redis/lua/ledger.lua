@@ -310,11 +310,15 @@ local function cold()
       limit.n = #limit.list
     elseif longest then
       local now = state.now
-      -- Each chunk is inserted as if its stamp were now.
+      -- Each chunk counts as if its stamp were now. What was used before leaves a bucket empty at most.
       for i = 0, longest.n - 1 do
         local stamp, units = longest.rule.chunk(longest, i)
         state.now = stamp
-        rule.insert(limit, stamp, stamp, units)
+        if kind == BUCKET and stamp <= now then
+          rule.cold().charge(limit, stamp, stamp, units)
+        else
+          rule.insert(limit, stamp, stamp, units)
+        end
       end
       state.now = now
     elseif most_used > 0 then
