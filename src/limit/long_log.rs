@@ -13,8 +13,8 @@ use super::window::{Chunk, chunk_size};
 /// - New slots depend only on the newest units, up to twice the limit. These are in *fine* chunks.
 /// - Older chunks become *coarse*. Beyond [`MOST_APART`] they join, with up to `limit` units each. They matter again only
 ///   if a long queue gives up.
-/// - If there are more than [`MOST_COARSE`] coarse chunks, the oldest leave the log. `floor` has
-///   the newest of their stamps.
+/// - If there are more than [`MOST_COARSE`] coarse chunks, the first two beyond `MOST_APART` join, with any number of units.
+///   If a part of such a queue gives up, the rest of the joined units keep the latest of their moments.
 /// - No unit joins a chunk whose stamp is more than a quarter of the window away. Else the last units of a
 ///   burst would count as long as the first of the next one. So few gaps need few chunks. Only a log of
 ///   one chunk joins over a gap: a key with little use needs no second one.
@@ -30,14 +30,12 @@ pub(super) struct LongLog {
     coarse_count: usize,
     /// The units in the other chunks, which are *fine*.
     fine_units: u64,
-    /// The newest stamp of the chunks that left the log early.
-    floor: Option<Micros>,
     /// The running sum of the last search, from which the next search goes on. The chunks before
     /// `cursor.index` have `cursor.before` units.
     cursor: Cursor,
 }
 
-/// The most coarse chunks. Slots that are booked up to this many bursts ahead stay in the log, or windows without bursts.
+/// The most coarse chunks. Slots that are booked up to this many bursts ahead keep their moments, or windows without bursts.
 /// They are fewer by [`MOST_APART`] if all bursts are made of many chunks.
 const MOST_COARSE: usize = 48;
 
@@ -65,18 +63,13 @@ impl LongLog {
         self.total
     }
 
-    pub(super) fn floor(&self) -> Option<Micros> {
-        self.floor
-    }
-
     /// Returns whether the log is as a new one.
     pub(super) fn is_empty(&self) -> bool {
-        self.chunks.is_empty() && self.floor.is_none()
+        self.chunks.is_empty()
     }
 
     pub(super) fn newest(&self) -> Option<Micros> {
-        let newest = self.chunks.back().map(|chunk| chunk.stamp);
-        newest.max(self.floor)
+        self.chunks.back().map(|chunk| chunk.stamp)
     }
 
     /// Removes the chunks that are older than the window.
@@ -86,11 +79,12 @@ impl LongLog {
         {
             self.pop_oldest();
         }
-        self.floor = self.floor.filter(|floor| floor.saturating_add(span) > now);
     }
 
-    fn pop_oldest(&mut self) -> Option<Chunk> {
-        let oldest = self.chunks.pop_front()?;
+    fn pop_oldest(&mut self) {
+        let Some(oldest) = self.chunks.pop_front() else {
+            return;
+        };
         self.total -= oldest.count;
         if self.coarse_count > 0 {
             self.coarse_count -= 1;
@@ -101,7 +95,6 @@ impl LongLog {
             self.cursor.index -= 1;
             self.cursor.before -= oldest.count;
         }
-        Some(oldest)
     }
 
     /// Returns the stamp of the unit at `rank`, counted from 1 at the oldest. Needs `rank <=
@@ -201,30 +194,35 @@ impl LongLog {
                 .filter(|last| *last + 1 >= MOST_APART);
             match last.map(|last| self.chunks[last]) {
                 Some(last) if last.count + count <= limit && is_near(span, last.stamp, stamp) => {
-                    self.chunks[self.coarse_count].count += last.count;
-                    self.chunks.remove(self.coarse_count - 1);
-                    self.cursor = match self.cursor {
-                        Cursor { index, before } if index > self.coarse_count => Cursor {
-                            index: index - 1,
-                            before,
-                        },
-                        _ => Cursor::default(),
-                    };
+                    self.join_before(self.coarse_count);
                 }
                 _ => self.coarse_count += 1,
             }
         }
         while self.coarse_count > MOST_COARSE {
-            self.floor = self.floor.max(self.pop_oldest().map(|oldest| oldest.stamp));
+            self.join_before(MOST_APART);
+            self.coarse_count -= 1;
         }
+    }
+
+    /// Joins a chunk with the one before it.
+    fn join_before(&mut self, index: usize) {
+        if let Some(before) = self.chunks.remove(index - 1) {
+            self.chunks[index - 1].count += before.count;
+        }
+        self.cursor = if self.cursor.index > index {
+            Cursor {
+                index: self.cursor.index - 1,
+                ..self.cursor
+            }
+        } else {
+            Cursor::default()
+        };
     }
 
     /// Takes back `units` that were inserted under `stamp` and were not used.
     /// See [`Window::subtract`](super::window::Window::subtract).
     pub(super) fn subtract(&mut self, limit: u64, span: Micros, stamp: Micros, mut units: u64) {
-        if self.floor.is_some_and(|floor| stamp <= floor) {
-            return;
-        }
         let mut index = self.chunks.partition_point(|chunk| chunk.stamp < stamp);
         // The chunks before the cursor stay as they are if all units are taken behind it.
         if index < self.cursor.index {

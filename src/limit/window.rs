@@ -141,8 +141,7 @@ impl Window {
         let leaving = self.used().saturating_sub(others);
         let last_to_leave = match &mut self.log {
             &mut Log::Short { stamp, .. } => (leaving > 0).then_some(stamp),
-            Log::Long(log) if leaving > 0 => Some(log.seek(leaving)),
-            Log::Long(log) => log.floor(),
+            Log::Long(log) => (leaving > 0).then(|| log.seek(leaving)),
         };
         last_to_leave.map_or(from, |stamp| from.max(self.end(stamp)))
     }
@@ -165,14 +164,12 @@ impl Window {
     /// Returns how many units may be used now. `advance` has removed the chunks that are older than
     /// the window.
     pub(super) fn free(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let free = match &self.log {
-            Log::Long(log) if log.floor().is_some_and(|floor| self.end(floor) > now) => 0,
-            _ => self.limit().saturating_sub(self.used()),
+        let used = if advance.is_empty() {
+            self.used()
+        } else {
+            self.most_now(now, advance)
         };
-        if advance.is_empty() {
-            return free;
-        }
-        free.min(self.limit().saturating_sub(self.most_now(now, advance)))
+        self.limit().saturating_sub(used)
     }
 
     /// Returns the most units that count in a window that ends from now on and begins before now.

@@ -372,6 +372,40 @@ proptest! {
     }
 }
 
+fn deep_op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        2 => (0u64..3_000_000).prop_map(Op::Wait),
+        1 => (0u64..60_000_000).prop_map(Op::Wait),
+        // Of each slot, one permit is not used, or none.
+        3 => (1u32..200, 0u32..2, any::<u8>()).prop_map(|(count, unused, used_at)| Op::Book {
+            cost: 1, count, patience: 500_000_000, life: 10_000, used_at, jitter: 0, unused,
+        }),
+        2 => (20usize..300).prop_map(Op::GiveBack),
+        2 => (0u64..10_000, 1u64..5).prop_map(|(age, units)| Op::Charge { age, units }),
+    ]
+}
+
+proptest! {
+    #![proptest_config(histories::config(250))]
+
+    /// No limit is exceeded if queues of hundreds of windows give up, in part or as a whole, and units are charged
+    /// meanwhile.
+    #[test]
+    fn deep_queues_that_give_up_exceed_no_limit(
+        quota in prop_oneof![
+            (1u32..6).prop_map(Quota::per_second),
+            (1u32..6).prop_map(|count| Quota::fixed(count, millis(1000))),
+            (1u32..6).prop_map(|count| Quota::bucket(count).refill(count, millis(1000))),
+        ],
+        ops in prop::collection::vec(deep_op(), 1..60),
+    ) {
+        let mut world = World::new(quota);
+        ops.iter().for_each(|op| world.apply(op));
+        let broken = broken(&quota, &world.arrivals);
+        prop_assert!(broken.is_none(), "{quota}: {}", broken.unwrap_or_default());
+    }
+}
+
 proptest! {
     #![proptest_config(histories::config(250))]
 

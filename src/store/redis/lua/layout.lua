@@ -159,38 +159,38 @@ local HEAD_SIZE = 65
 
 -- A record for each limit, for each external usage, and for the advance bookings. Shorter ones are
 -- filled with zeros.
-local RECORD_SIZE = 90
+local RECORD_SIZE = 89
 
 -- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity, 0 unless it is a
 -- bucket; I7 boundary guard of the caller that added it, which no rule reads; I7 when a call last
 -- stated it; I2 entries; I2 room for entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
--- oldest chunk in the ring; I7 floor (the newest stamp that left the log early, 0 for none); I2
--- index of the search cursor; I7 units before it; I7 I4 the oldest chunk; I7 I4 the newest chunk.
+-- oldest chunk in the ring; I2 index of the search cursor; I7 units before it; I7 I7 the oldest chunk;
+-- I7 I7 the newest chunk.
 -- window.lua explains the fields.
-local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I7I2I7I7I4I7I4'
--- An entry is a chunk: I7 stamp; I4 units. The ring is read in blocks of eight.
-local CHUNK = '<I7I4'
-local CHUNK_SIZE = 11
-local CHUNK_BLOCK = '<I7I4I7I4I7I4I7I4I7I4I7I4I7I4I7I4'
-local CHUNK_BLOCK_SIZE = 88
+local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I2I7I7I7I7I7'
+-- An entry is a chunk: I7 stamp; I5 units, enough for a thousand windows of the largest limit. The ring is read in blocks of eight.
+local CHUNK = '<I7I5'
+local CHUNK_SIZE = 12
+local CHUNK_BLOCK = '<I7I5I7I5I7I5I7I5I7I5I7I5I7I5I7I5'
+local CHUNK_BLOCK_SIZE = 96
 
 -- A bucket, then: I7 I4 full at; I7 base; I7 refundable, in ticks, NEVER for no bound; I7 queued from,
--- NEVER for none; I7 ticks in which a unit is refilled; I4 ticks in a microsecond; I7 I4 I2 zeros.
+-- NEVER for none; I7 ticks in which a unit is refilled; I4 ticks in a microsecond; I7 I4 B zeros.
 -- `full at` is I7, whole microseconds, and I4, how many ticks earlier it is. src/limit/bucket.rs
 -- explains the fields, and bucket.lua the ticks.
-local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I7I7I7I4I7I4I2'
+local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I7I7I7I4I7I4B'
 -- An entry is a delayed permit: it has a later slot than the bucket requires, because another limit
 -- delayed it. I7 slot; I4 units; I7 I4 full at, before the permit; I7 I4 full at, after it; I7
 -- queued from.
 local DELAYED = '<I7I4I7I4I7I4I7'
 local DELAYED_SIZE = 40
 
--- A fixed window, then: I7 number of the first window that is open; I7 phase; I7 last stamp; five I7
--- zeros.
+-- A fixed window, then: I7 number of the first window that is open; I7 phase; I7 last stamp; four I7
+-- and an I6 of zeros.
 -- fixed.lua explains the fields.
-local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I7'
+local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I6'
 -- An entry is the use of one window: I7 number of the window; I7 units.
 local WINDOW_USE = '<I7I7'
 local WINDOW_USE_SIZE = 14

@@ -89,9 +89,9 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
         region = region + room * DELAYED_SIZE
       else
         local kind, count, window, capacity, record_guard, last_stated, n, room, total, fine_units, coarse_count, first,
-          floor, cursor_index, _, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
+          cursor_index, _, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
         if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
-          or coarse_count > 0 or floor > 0 or cursor_index > 0 or cost > count or n == 0 or stamp < newest then
+          or coarse_count > 0 or cursor_index > 0 or cost > count or n == 0 or stamp < newest then
           is_unusual = true
           break
         end
@@ -147,7 +147,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
           end
           if free - units < free_after then free_after = free - units end
           records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, record_guard, last_stated, n, room,
-            total + units, fine_units + units, 0, first % room, 0, 0, 0, oldest, oldest_units, stamp, newest_units)
+            total + units, fine_units + units, 0, first % room, 0, 0, oldest, oldest_units, stamp, newest_units)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end
         region = region + room * CHUNK_SIZE

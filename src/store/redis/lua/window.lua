@@ -7,7 +7,7 @@
 -- needs: layout.lua, `state` (state.lua)
 --
 -- The log is a list of chunks, sorted by stamp. A chunk is a stamp, and the units that count with
--- it. src/limit/window.rs explains coarse chunks, fine chunks and the floor.
+-- it. src/limit/long_log.rs explains coarse chunks and fine chunks.
 --
 -- In the string, the chunks lie in a ring of `room` places. Here a *place* may be beyond the ring,
 -- or negative; place modulo `room` is the place in the ring. Chunk i (from 0, the oldest) has the
@@ -21,7 +21,6 @@
 --   total                         units in all chunks
 --   coarse_count                  how many of the oldest chunks are coarse
 --   fine_units                    units in the other chunks
---   floor                         the newest stamp that left the log early, 0 for none
 --   cursor_index, cursor_before   the chunk at which the last search for a slot ended, and the
 --                                 units in the chunks before it
 --   first_read, end_read          the places of the chunks when the state was read: from
@@ -87,9 +86,9 @@ local function window_rule()
     if place > limit.dirty_to then limit.dirty_to = place end
   end
 
-  -- Removes the oldest chunk. Returns its stamp.
+  -- Removes the oldest chunk.
   local function pop_oldest(limit)
-    local stamp, units = stamp_of(limit, 0), units_of(limit, 0)
+    local units = units_of(limit, 0)
     limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - units
     if limit.coarse_count > 0 then
       limit.coarse_count = limit.coarse_count - 1
@@ -99,7 +98,6 @@ local function window_rule()
     if limit.cursor_index > 0 then
       limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - units
     end
-    return stamp
   end
 
   -- Returns the functions that only long queues and returned permits need. Makes them first.
@@ -149,9 +147,20 @@ local function window_rule()
       limit.n = limit.n - 1
     end
 
+    -- Joins chunk i with the one before it.
+    local function join_before(limit, i)
+      put(limit, i, stamp_of(limit, i), units_of(limit, i - 1) + units_of(limit, i))
+      remove_chunk(limit, i - 1)
+      if limit.cursor_index > i then
+        limit.cursor_index = limit.cursor_index - 1
+      else
+        limit.cursor_index, limit.cursor_before = 0, 0
+      end
+    end
+
     -- Bounds the log. Merges the oldest fine chunks into coarse ones until two conditions are met:
     -- the fine chunks would have less than twice the count without their oldest, and are at most
-    -- MOST_FINE. If there are then more than MOST_COARSE coarse chunks, the oldest leave the log.
+    -- MOST_FINE. If there are then more than MOST_COARSE coarse chunks, two of them join.
     local function coarsen(limit)
       local twice = 2 * limit.count
       while limit.coarse_count < limit.n do
@@ -162,20 +171,14 @@ local function window_rule()
         local last = coarse >= MOST_APART and units_of(limit, coarse - 1)
         if last and last + units <= limit.count
           and stamp_of(limit, coarse) - stamp_of(limit, coarse - 1) <= limit.window / 4 then
-          put(limit, coarse, stamp_of(limit, coarse), units + last)
-          remove_chunk(limit, coarse - 1)
-          if limit.cursor_index > coarse then
-            limit.cursor_index = limit.cursor_index - 1
-          else
-            limit.cursor_index, limit.cursor_before = 0, 0
-          end
+          join_before(limit, coarse)
         else
           limit.coarse_count = coarse + 1
         end
       end
       while limit.coarse_count > MOST_COARSE do
-        local oldest = pop_oldest(limit)
-        if oldest > limit.floor then limit.floor = oldest end
+        join_before(limit, MOST_APART)
+        limit.coarse_count = limit.coarse_count - 1
       end
     end
 
@@ -209,7 +212,7 @@ local function window_rule()
     -- Takes back units of a stamp that were not used. They are in chunks with that stamp or a later
     -- one, and leave the first of these chunks.
     local function subtract(limit, _, stamp, units)
-      if stamp + limit.window <= state.now or (limit.floor > 0 and stamp <= limit.floor) then return end
+      if stamp + limit.window <= state.now then return end
       -- Finds the first chunk whose stamp is not earlier.
       local i, beyond = 0, limit.n
       while i < beyond do
@@ -251,7 +254,7 @@ local function window_rule()
 
     -- Makes a log without chunks.
     local function new(limit)
-      limit.total, limit.fine_units, limit.coarse_count, limit.first, limit.floor = 0, 0, 0, 0, 0
+      limit.total, limit.fine_units, limit.coarse_count, limit.first = 0, 0, 0, 0
       limit.cursor_index, limit.cursor_before = 0, 0
       limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
     end
@@ -280,12 +283,12 @@ local function window_rule()
 
   -- Reads a record.
   local function read(s, from)
-    local kind, count, window, capacity, guard, last_stated, n, room, total, fine_units, coarse_count, first, floor,
+    local kind, count, window, capacity, guard, last_stated, n, room, total, fine_units, coarse_count, first,
       cursor_index, cursor_before, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, s, from)
     local last = first + n - 1
     return {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
-      room = room, total = total, fine_units = fine_units, coarse_count = coarse_count, first = first, floor = floor,
+      room = room, total = total, fine_units = fine_units, coarse_count = coarse_count, first = first,
       cursor_index = cursor_index, cursor_before = cursor_before, first_read = first, end_read = last + 1, dirty = false,
       dirty_from = 0, dirty_to = 0, base = 0, rule = 0, ours = false,
       ring = {
@@ -303,7 +306,7 @@ local function window_rule()
       newest, newest_units = stamp_of(limit, last), units_of(limit, last)
     end
     return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first % limit.room, limit.floor,
+      limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first % limit.room,
       limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest, newest_units)
   end
 
@@ -336,34 +339,28 @@ local function window_rule()
     while limit.n > 0 and stamp_of(limit, 0) <= gone do
       pop_oldest(limit)
     end
-    if limit.floor <= gone then limit.floor = 0 end
   end
 
   -- Returns the first moment, not before `from`, at which `cost` units may leave, and `reserved`
-  -- units stay free for other clients. For this, `leaving` units have to leave the log. `last` is
-  -- the stamp of the last of them.
+  -- units stay free for other clients. For this, `leaving` units have to leave the log.
   local function first_slot(limit, from, cost, _, reserved)
     cost = cost + reserved
-    local leaving, last = limit.total - (limit.count > cost and limit.count - cost or 0), limit.floor
-    if leaving >= 1 then
-      -- Finds the stamp of the unit that is number `leaving` from the oldest. The search goes on
-      -- from the last one.
-      local index, before = limit.cursor_index, limit.cursor_before
-      while before >= leaving do
-        index = index - 1
-        before = before - units_of(limit, index)
-      end
-      local units = units_of(limit, index)
-      while before + units < leaving do
-        index, before = index + 1, before + units
-        units = units_of(limit, index)
-      end
-      limit.cursor_index, limit.cursor_before = index, before
-      last = stamp_of(limit, index)
-    elseif last == 0 then
-      return from
+    local leaving = limit.total - (limit.count > cost and limit.count - cost or 0)
+    if leaving < 1 then return from end
+    -- Finds the stamp of the unit that is number `leaving` from the oldest. The search goes on from the
+    -- last one.
+    local index, before = limit.cursor_index, limit.cursor_before
+    while before >= leaving do
+      index = index - 1
+      before = before - units_of(limit, index)
     end
-    last = last + limit.window
+    local units = units_of(limit, index)
+    while before + units < leaving do
+      index, before = index + 1, before + units
+      units = units_of(limit, index)
+    end
+    limit.cursor_index, limit.cursor_before = index, before
+    local last = stamp_of(limit, index) + limit.window
     return last > from and last or from
   end
 
@@ -384,7 +381,6 @@ local function window_rule()
 
   -- Returns how many units may leave now. `advance` has removed what is older than the window.
   local function free(limit)
-    if limit.floor > 0 and limit.floor + limit.window > state.now then return 0 end
     return limit.count > limit.total and limit.count - limit.total or 0
   end
 
@@ -429,9 +425,7 @@ local function window_rule()
 
   -- Returns the first moment at which the log is empty.
   local function fresh_from(limit)
-    local newest = limit.n > 0 and stamp_of(limit, limit.n - 1) or 0
-    if limit.floor > newest then newest = limit.floor end
-    return newest > 0 and newest + limit.window or 0
+    return limit.n > 0 and stamp_of(limit, limit.n - 1) + limit.window or 0
   end
 
   return {
