@@ -177,6 +177,8 @@ impl Fixed {
         advance: &[AdvanceBooking],
     ) -> Micros {
         let PermitTime { life, guard, .. } = open;
+        // The guard of a caller that does not know this limit may be longer than a window.
+        let guard = guard.min(self.window / 4);
         let most = self.limit.saturating_sub(reserved).max(cost);
         let mut window = self.number(from).max(self.open_from);
         let whole = self.window.saturating_sub(2 * guard);

@@ -586,6 +586,23 @@ fn a_longer_boundary_guard_counts_at_once() {
     assert_eq!(late.unwrap_err().slot, start + minute + 2_000_000);
 }
 
+/// A caller whose guard is as long as the windows of another caller keeps their limit all the same.
+#[test]
+fn a_guard_beyond_foreign_windows_exceeds_none() {
+    let spec = |quota, guard| LimitSpec::new(quota, Duration::from_micros(SLACK), millis(guard));
+    let windows = spec(Quota::fixed(5, millis(100)), 10);
+    let second = spec(Quota::per_second(40), 100);
+    let mut ledger = Ledger::new(&windows, START);
+    ledger.advance(&second, START);
+    let mut used = std::collections::BTreeMap::new();
+    let latest = START + 1_000_000;
+    let _ = ledger.book(&second, order(1, 40, latest, 1000), |grant| {
+        *used.entry(grant.slot / 100_000).or_default() += grant.count;
+    });
+    assert!(used.values().all(|units: &u32| *units <= 5), "{used:?}");
+    assert!(used.len() > 5, "{used:?}");
+}
+
 // ── never idle ──────────────────────────────────────────────────────────────────────────────────
 
 /// Returns how many permits are used in `span` if a request always waits. Every `cancel`-th slot is

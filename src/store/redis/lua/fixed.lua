@@ -111,9 +111,10 @@ local function fixed_rule()
   -- units of other clients, or has no units.
   local function first_slot(limit, from, cost, life, reserved)
     local most = limit.count - reserved > cost and limit.count - reserved or cost
+    -- The guard of a caller that does not know this limit may be longer than a window.
+    local guard = math.min(guard, math.floor(limit.window / 4))
     local list, number, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
     if number < limit.open_from then number = limit.open_from end
-    if open < 0 then open = 0 end
     open = open > life and open - life or 0
     local i = find_use(limit, number)
     while true do
