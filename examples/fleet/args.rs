@@ -14,7 +14,7 @@ Usage: cargo run -p tollgate-fleet --example fleet -- [options]
   --burst <n>        tollgate only: at most n calls back to back, then evenly spaced
                      (of the last limit)                                          [all at once]
   --tasks <n>        how many tasks call, each as soon as it has its answer       [40]
-  --seconds <n>      how long each of the two runs lasts                          [10]
+  --seconds <n>      how long each of the two runs lasts                          [6]
   --polite           a refused task waits as long as Retry-After says, instead of 100 ms
 
   --processes <n>    how many processes run, each with that many tasks            [1]
@@ -76,7 +76,7 @@ impl Args {
             limit: Quota::per_second(50),
             burst: None,
             tasks: 40,
-            time: Duration::from_secs(10),
+            time: Duration::from_secs(6),
             polite: false,
             processes: 1,
             redis: None,
