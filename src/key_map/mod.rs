@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use hashbrown::HashTable;
-use hashbrown::hash_table::Entry;
 
 use crate::key::Key;
 use crate::locks::lock;
@@ -136,7 +135,7 @@ impl<T: Evict> KeyMap<T> {
     ) -> Result<R, Full> {
         let hash = key.spread(self.seed);
         let mut shard = self.shard(hash);
-        if let Some((_, state)) = shard.table.find_mut(hash, |(other, _)| *other == key) {
+        if let Some(state) = shard.get(hash, key) {
             return Ok(with(state));
         }
         drop(shard);
@@ -146,21 +145,13 @@ impl<T: Evict> KeyMap<T> {
         let Looked { gone, .. } = shard.look(LOOK, now, &mut forgotten);
         self.len.fetch_sub(gone, Ordering::Relaxed);
         shard.shrink(self.seed);
-        let entry = shard.table.entry(
-            hash,
-            |(other, _)| *other == key,
-            |(key, _)| key.spread(self.seed),
-        );
-        let state = match entry {
-            Entry::Occupied(theirs) => &mut theirs.into_mut().1,
-            Entry::Vacant(free) => {
-                // It may panic: a function of the user makes a pace.
-                let state = make();
-                std::mem::forget(room);
-                &mut free.insert((key, state)).into_mut().1
-            }
-        };
-        Ok(with(state))
+        if let Some(state) = shard.get(hash, key) {
+            return Ok(with(state));
+        }
+        // It may panic: a function of the user makes a pace.
+        let state = make();
+        std::mem::forget(room);
+        Ok(with(shard.insert(hash, key, state, self.seed)))
     }
 
     /// Calls `with` with each key and its state, a shard at a time.
@@ -182,11 +173,7 @@ impl<T: Evict> KeyMap<T> {
     #[inline]
     pub(crate) fn find<R>(&self, key: Key, with: impl FnOnce(&mut T) -> R) -> Option<R> {
         let hash = key.spread(self.seed);
-        let mut shard = self.shard(hash);
-        shard
-            .table
-            .find_mut(hash, |(other, _)| *other == key)
-            .map(|(_, state)| with(state))
+        self.shard(hash).get(hash, key).map(with)
     }
 
     /// Returns whether [`enter`](Self::enter) finds room for `key`, or could: a full map looks at some keys
@@ -202,7 +189,7 @@ impl<T: Evict> KeyMap<T> {
 
     /// Makes room for one more key. If the map is full, it evicts the least useful of the keys that
     /// it looks at.
-    fn reserve(&self, now: T::Now, forgotten: &mut impl FnMut(Key, T)) -> Result<(), Full> {
+    fn reserve(&self, now: T::Now, forgotten: &mut dyn FnMut(Key, T)) -> Result<(), Full> {
         if self.len.fetch_add(1, Ordering::Relaxed) < self.max {
             return Ok(());
         }
@@ -243,13 +230,28 @@ struct Looked<Now> {
     least: Option<(Now, usize)>,
 }
 
+// The functions of a shard are not generic in what its callers do: each of fifty callers would have a copy of the
+// table's code.
 impl<T: Evict> Shard<T> {
+    #[inline]
+    fn get(&mut self, hash: u64, key: Key) -> Option<&mut T> {
+        let found = self.table.find_mut(hash, |(other, _)| *other == key);
+        found.map(|(_, state)| state)
+    }
+
+    /// Inserts a key that the shard does not have.
+    fn insert(&mut self, hash: u64, key: Key, state: T, seed: u64) -> &mut T {
+        let table = &mut self.table;
+        let entry = table.insert_unique(hash, (key, state), |(key, _)| key.spread(seed));
+        &mut entry.into_mut().1
+    }
+
     /// Looks at the next `buckets`, and evicts useless keys.
     fn look(
         &mut self,
         buckets: usize,
         now: T::Now,
-        forgotten: &mut impl FnMut(Key, T),
+        forgotten: &mut dyn FnMut(Key, T),
     ) -> Looked<T::Now> {
         let mut looked = Looked {
             keys: 0,
@@ -280,7 +282,7 @@ impl<T: Evict> Shard<T> {
         looked
     }
 
-    fn forget(&mut self, bucket: usize, forgotten: &mut impl FnMut(Key, T)) -> bool {
+    fn forget(&mut self, bucket: usize, forgotten: &mut dyn FnMut(Key, T)) -> bool {
         let Ok(entry) = self.table.get_bucket_entry(bucket) else {
             return false;
         };
