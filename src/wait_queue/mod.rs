@@ -28,7 +28,7 @@ mod bound;
 mod properties;
 
 use std::collections::BTreeMap;
-use std::ops::RangeBounds;
+use std::ops::{Bound, RangeBounds};
 use std::task::{Context, Waker};
 use std::time::Instant;
 
@@ -165,16 +165,18 @@ impl<T, O> WaitQueue<T, O> {
         mut outcome: impl FnMut(Number, &T) -> Option<O>,
         wakers: &mut Wakers,
     ) -> usize {
-        let before = self.waiting.len();
-        self.waiting.retain(|&number, waiter| {
-            let Some(outcome) = outcome(number, &waiter.request) else {
-                return true;
-            };
-            self.settled.insert(number, outcome);
-            wakers.add(waiter.waker.take());
-            false
-        });
-        before - self.waiting.len()
+        let mut ended = Vec::new();
+        for (number, waiter) in &self.waiting {
+            if let Some(outcome) = outcome(*number, &waiter.request) {
+                ended.push((*number, outcome));
+            }
+        }
+        let count = ended.len();
+        for (number, outcome) in ended {
+            // It waits, so there is no error.
+            let _ = self.settle(number, outcome, wakers);
+        }
+        count
     }
 
     /// Wakes the tasks of the requests that `which` selects. The requests go on waiting.
@@ -208,7 +210,7 @@ impl<T, O> WaitQueue<T, O> {
         &self,
         range: impl RangeBounds<Number>,
     ) -> impl DoubleEndedIterator<Item = Number> {
-        self.waiting.range(range).map(|(number, _)| *number)
+        self.waiting.range(bounds(range)).map(|(number, _)| *number)
     }
 
     /// Returns the requests that wait, in order.
@@ -224,9 +226,14 @@ impl<T, O> WaitQueue<T, O> {
         range: impl RangeBounds<Number>,
     ) -> impl DoubleEndedIterator<Item = (Number, &mut Waiter<T>)> {
         self.waiting
-            .range_mut(range)
+            .range_mut(bounds(range))
             .map(|(number, waiter)| (*number, waiter))
     }
+}
+
+/// Makes one type of all ranges: a map has a copy of its search for each type.
+fn bounds(range: impl RangeBounds<Number>) -> (Bound<Number>, Bound<Number>) {
+    (range.start_bound().cloned(), range.end_bound().cloned())
 }
 
 impl<T> Waiter<T> {

@@ -218,37 +218,23 @@ impl<S: Booked> Lanes<S> {
 
     /// Changes a lane.
     pub(super) fn change<R>(&mut self, costs: &S::Costs, act: impl FnOnce(&mut Lane<S>) -> R) -> R {
-        if let Some(lane) = self.lanes.get_mut(costs) {
-            let before = lane.facts();
-            let done = act(lane);
-            let after = lane.facts();
-            if lane.is_unused() {
-                self.lanes.remove(costs);
-            }
-            self.note(costs, before, after);
-            done
-        } else {
-            let mut lane = Lane::default();
-            let done = act(&mut lane);
-            let after = lane.facts();
-            if !lane.is_unused() {
-                self.lanes.insert(costs.clone(), lane);
-            }
-            self.note(costs, LaneFacts::default(), after);
-            done
+        let lane = self.lanes.entry(costs.clone()).or_default();
+        let before = lane.facts();
+        let done = act(lane);
+        let (after, is_unused) = (lane.facts(), lane.is_unused());
+        if is_unused {
+            self.lanes.remove(costs);
         }
+        self.note(costs, before, after);
+        done
     }
 
     /// Changes all lanes.
     pub(super) fn change_all(&mut self, mut act: impl FnMut(&mut Lane<S>)) {
-        let mut lanes = std::mem::take(&mut self.lanes);
-        for (costs, lane) in &mut lanes {
-            let before = lane.facts();
-            act(lane);
-            self.note(costs, before, lane.facts());
+        let all: Vec<S::Costs> = self.lanes.keys().cloned().collect();
+        for costs in all {
+            self.change(&costs, &mut act);
         }
-        lanes.retain(|_, lane| !lane.is_unused());
-        self.lanes = lanes;
     }
 
     /// Takes in that the facts of a lane have changed.
@@ -390,7 +376,9 @@ impl<S: Booked> Lanes<S> {
             first = Some(first.map_or(slot.at(), |first| first.min(slot.at())));
             taken(slot);
         };
-        for (_, _, costs) in self.with_surplus.clone() {
+        let lanes = self.with_surplus.iter();
+        let lanes: Vec<S::Costs> = lanes.map(|(_, _, costs)| costs.clone()).collect();
+        for costs in lanes {
             self.change(&costs, |lane| lane.trim(spared_from, &mut take));
         }
         first
