@@ -412,7 +412,7 @@ impl Core {
     }
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        spawn(&*self.settings.store, task);
+        spawn(&*self.settings.store, Box::pin(task));
     }
 }
 

@@ -15,7 +15,7 @@ use crate::error::Limited;
 use crate::guarded::{Guarded, ends_with_stop, is_longer};
 use crate::key::Key;
 use crate::stats::Cause;
-use crate::store::{HoldState, spawn};
+use crate::store::HoldState;
 
 /// Whether a limiter has counted a unit, now or later.
 pub(crate) enum CountedUnit<F> {
@@ -83,7 +83,7 @@ impl Limiter {
 
     /// Runs a task in the background of the store, or else in the current runtime.
     pub(crate) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
-        spawn(&*self.0.first.settings.store, task);
+        self.0.first.spawn(task);
     }
 
     /// Returns what a guard stops: each part of the quota, if it is divided.

@@ -225,18 +225,23 @@ fn with_calls<R>(
 }
 
 /// Does what follows from a change to the calls in flight of `key`: sends the claim, and begins to look for slots whose
-/// requests are not polled. The task looks once. If such slots are left then, another one begins.
+/// requests are not polled.
 fn follow<R>(core: &Arc<Core>, key: Key, acted: Acted<R>) -> R {
     core.claim(acted.claim);
     if acted.begins_to_look {
-        let core_of_task = Arc::downgrade(core);
-        core.spawn(async move {
-            clock::sleep(MISSED).await;
-            if let Some(core) = core_of_task.upgrade() {
-                let now = clock::now();
-                with_calls(&core, key, |calls, wakers| calls.look(now, wakers));
-            }
-        });
+        look_later(core, key);
     }
     acted.done
+}
+
+/// Starts a task that looks once for slots whose requests are not polled. If such slots are left then, another one begins.
+fn look_later(core: &Arc<Core>, key: Key) {
+    let core_of_task = Arc::downgrade(core);
+    core.spawn(async move {
+        clock::sleep(MISSED).await;
+        if let Some(core) = core_of_task.upgrade() {
+            let now = clock::now();
+            with_calls(&core, key, |calls, wakers| calls.look(now, wakers));
+        }
+    });
 }

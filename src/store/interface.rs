@@ -275,9 +275,10 @@ pub trait Background: Send + Sync {
 
 /// Runs a task in the background of a store, else in the current runtime, else in that of
 /// [blocking code](crate::blocking). If there is none of them, the task is dropped.
-pub(crate) fn spawn(store: &dyn Store, task: impl Future<Output = ()> + Send + 'static) {
+// A box, because each type of task adds some 2,000 lines of LLVM to a program.
+pub(crate) fn spawn(store: &dyn Store, task: Task) {
     if let Some(background) = store.background() {
-        background.spawn(Box::pin(task));
+        background.spawn(task);
     } else if let Some(runtime) = blocking::runtime_for_tasks() {
         drop(runtime.spawn(task));
     }

@@ -48,7 +48,8 @@ impl SyncTask {
         };
         let lost = sync_task.clone();
         let store = sync_task.shared.store.clone();
-        spawn(&*store, unless_lost(sync_task.run(), move || lost.let_go()));
+        let task = unless_lost(sync_task.run(), move || lost.let_go());
+        spawn(&*store, Box::pin(task));
     }
 
     async fn run(self) {

@@ -25,7 +25,7 @@ pub(super) fn keep_charging(inner: &Arc<Inner>) {
         return;
     }
     let task = ChargingTask(Arc::downgrade(inner));
-    spawn(&*inner.store, async move {
+    let keep_charging = async move {
         loop {
             clock::sleep_until(clock::after(clock::now(), CHARGE_INTERVAL)).await;
             let Some(inner) = task.0.upgrade() else {
@@ -40,7 +40,8 @@ pub(super) fn keep_charging(inner: &Arc<Inner>) {
                 return;
             }
         }
-    });
+    };
+    spawn(&*inner.store, Box::pin(keep_charging));
 }
 
 /// Charges the store for keys without requests. Returns how many keys have a ledger of their own.
