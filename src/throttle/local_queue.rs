@@ -15,9 +15,9 @@ pub(super) struct LocalQueue {
     /// The requests that wait for their turn. A refused request keeps its number. So when it is put
     /// back, it is before all later requests.
     pub(super) waiting: BTreeMap<Number, QueuedCall>,
-    /// The requests that sleep. Some paces let a single request sleep until a moment. After that,
-    /// it waits for its turn.
-    asleep: BTreeMap<(Instant, Number), QueuedCall>,
+    /// The requests that sleep, sorted by the end of that. Some paces let a single request sleep until a moment. After
+    /// that, it waits for its turn.
+    asleep: Vec<(Instant, Number, QueuedCall)>,
     next: Number,
     /// Requests sent and not yet answered.
     pub(super) in_flight: usize,
@@ -36,7 +36,7 @@ impl LocalQueue {
             pace_state,
             dice,
             waiting: BTreeMap::new(),
-            asleep: BTreeMap::new(),
+            asleep: Vec::new(),
             next: 0,
             in_flight: 0,
         }
@@ -60,38 +60,38 @@ impl LocalQueue {
         if sleep.is_zero() {
             self.waiting.insert(number, call);
         } else {
-            self.asleep.insert((clock::after(now, sleep), number), call);
+            let until = clock::after(now, sleep);
+            let place = self.asleep.partition_point(|(other, ..)| *other <= until);
+            self.asleep.insert(place, (until, number, call));
         }
     }
 
     /// Moves the requests whose sleep is over to those that wait for their turn.
     pub(super) fn awake(&mut self, now: Instant) {
-        while let Some(first) = self.asleep.first_entry()
-            && first.key().0 <= now
-        {
-            let ((_, number), call) = first.remove_entry();
+        let due = self.asleep.partition_point(|(until, ..)| *until <= now);
+        for (_, number, call) in self.asleep.drain(..due) {
             self.waiting.insert(number, call);
         }
     }
 
     pub(super) fn awakes_at(&self) -> Option<Instant> {
-        self.asleep.first_key_value().map(|((at, _), _)| *at)
+        self.asleep.first().map(|(at, ..)| *at)
     }
 
     /// Returns until when a request sleeps by itself, if it does.
+    #[cfg(feature = "__lab")]
     pub(super) fn asleep_until(&self, number: Number) -> Option<Instant> {
-        self.asleep
-            .keys()
-            .find(|(_, other)| *other == number)
-            .map(|(until, _)| *until)
+        let mut asleep = self.asleep.iter();
+        asleep
+            .find(|(_, other, _)| *other == number)
+            .map(|(until, ..)| *until)
     }
 
     /// Removes a request that waits. Returns false if it does not wait.
     pub(super) fn leave(&mut self, number: Number) -> bool {
-        match self.asleep_until(number) {
-            Some(until) => self.asleep.remove(&(until, number)).is_some(),
-            None => self.waiting.remove(&number).is_some(),
-        }
+        let before = self.asleep.len();
+        self.asleep.retain(|(_, other, _)| *other != number);
+        self.asleep.len() < before || self.waiting.remove(&number).is_some()
     }
 
     /// Returns how many requests wait, and how many are in flight. Those that sleep count as
