@@ -4,7 +4,7 @@ mod costs;
 #[cfg(test)]
 mod properties;
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -64,7 +64,7 @@ pub struct Estimates {
 
 #[derive(Default)]
 struct Names {
-    costs: BTreeMap<Key, Box<NamedCosts>>,
+    costs: HashMap<Key, Box<NamedCosts>>,
     /// How many costs were learned, of all names.
     learned: u64,
 }

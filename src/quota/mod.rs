@@ -10,6 +10,7 @@ mod unit;
 
 use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::iter;
 use std::time::Duration;
 
 use crate::config_error::ConfigError;
@@ -371,9 +372,9 @@ impl Quota {
     /// Returns one quota for each unit. The first one has the calls in flight. Requests come first, and
     /// then the other units as they were given.
     pub(crate) fn by_unit(&self) -> Vec<Quota> {
-        let mut units: Vec<_> = self.units().collect();
-        units.sort_by_key(|unit| *unit != Cost::REQUESTS);
-        let mut quotas: Vec<Quota> = units.iter().filter_map(|unit| self.of_unit(unit)).collect();
+        let others = self.units().filter(|unit| *unit != Cost::REQUESTS);
+        let units = iter::once(Cost::REQUESTS).chain(others);
+        let mut quotas: Vec<Quota> = units.filter_map(|unit| self.of_unit(unit)).collect();
         let Some(most) = self.in_flight else {
             return quotas;
         };

@@ -95,10 +95,7 @@ pub(crate) trait Engine: Send + Sync {
 
     /// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
     fn busiest(&self, most: usize) -> Vec<Key> {
-        let mut all = self.in_use();
-        all.sort_unstable_by(|a, b| b.cmp(a));
-        all.truncate(most);
-        all.into_iter().map(|(_, _, key)| key).collect()
+        busiest_of(self.in_use(), most)
     }
 
     /// Returns the stats of a key. `None` if it has no state.
@@ -128,6 +125,12 @@ pub(crate) trait Engine: Send + Sync {
 
     /// Returns when the store has what was given back.
     fn flush(self: Arc<Self>) -> Flush;
+}
+
+fn busiest_of(mut all: Vec<(usize, u64, Key)>, most: usize) -> Vec<Key> {
+    all.sort_unstable_by(|a, b| b.cmp(a));
+    all.truncate(most);
+    all.into_iter().map(|(_, _, key)| key).collect()
 }
 
 /// The gates, the oldest first.

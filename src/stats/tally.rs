@@ -6,7 +6,7 @@
 
 use std::borrow::Cow;
 use std::cell::Cell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
@@ -108,7 +108,7 @@ struct Flood {
 /// The refusals of one kind, by the labels of their keys. At most one a second of each key is reported:
 /// otherwise a flood of requests would become a flood of events.
 #[derive(Default)]
-struct Floods(Mutex<BTreeMap<Box<str>, Flood>>);
+struct Floods(Mutex<HashMap<Box<str>, Flood>>);
 
 /// The shortest time between two reports of refusals of one key.
 const REPORT_AGAIN: Duration = Duration::from_secs(1);

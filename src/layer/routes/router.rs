@@ -6,7 +6,7 @@
 //! finds is the most specific one. It visits no node twice, and allocates nothing: the values of
 //! `{name}` are read from the path when the pattern is known.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 
 use http::Method;
 
@@ -23,7 +23,7 @@ pub(super) struct Router {
 #[derive(Default)]
 struct PathNode {
     /// The next segment is this text.
-    texts: BTreeMap<Box<str>, PathNode>,
+    texts: HashMap<Box<str>, PathNode>,
     /// The next segment is any one that is not empty.
     one: Option<Box<PathNode>>,
     /// The patterns of which the rest of the path follows, if it is not empty.

@@ -41,11 +41,11 @@ fn plain<'a>(text: &Cow<'a, str>) -> Option<&'a str> {
 /// Visits all values of a text, if the whole text is valid JSON. Returns whether it is.
 ///
 /// Nothing is visited if it is not.
-pub(in crate::signal) fn visit<'a>(text: &'a str, each: impl FnMut(Node<'a>)) -> bool {
-    walk(text, |_| ()).is_ok() && walk(text, each).is_ok()
+pub(in crate::signal) fn visit<'a>(text: &'a str, mut each: impl FnMut(Node<'a>)) -> bool {
+    walk(text, &mut |_| ()).is_ok() && walk(text, &mut each).is_ok()
 }
 
-fn walk<'a>(text: &'a str, mut each: impl FnMut(Node<'a>)) -> Result<(), JsonSyntaxError> {
+fn walk<'a>(text: &'a str, each: &mut dyn FnMut(Node<'a>)) -> Result<(), JsonSyntaxError> {
     let mut parser = SliceJsonParser::new(text.as_bytes());
     let (mut depth, mut key) = (0, None);
     loop {
