@@ -4,7 +4,6 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use super::claims::{ClaimCounts, ClaimTerms, KeyClaims, Validity};
-use super::slot_waiters::{Patience, SlotWaiters};
 use crate::clock;
 use crate::key::Key;
 use crate::key_map::Evict;
@@ -12,7 +11,7 @@ use crate::limiter::queue::next_number;
 use crate::limiter::reservation::NoSlot;
 use crate::store::{Claim, StoreEvent};
 use crate::tuning::ANSWER;
-use crate::wait_queue::{Left, Number};
+use crate::wait_queue::{Left, Number, WaitQueue};
 use crate::wakers::Wakers;
 
 /// The calls in flight of one key from this process, and the requests that wait for a slot.
@@ -21,8 +20,12 @@ pub(in crate::limiter) struct KeyCalls {
     in_use: u32,
     /// Slots that were granted and are not in use.
     free: u32,
-    /// The requests that wait for a slot.
-    waiters: SlotWaiters,
+    /// The requests that wait for a slot, and their slots.
+    waiters: WaitQueue<Patience, Result<Number, NoSlot>>,
+    /// The claim whose answer ends the wait of the last impatient request. Zero if none has entered since that answer.
+    until_answer: u64,
+    /// The slots that were not collected at the last look.
+    overdue: Vec<Number>,
     /// Whether a patient request has left since the last claim.
     gave_up: bool,
     claims: KeyClaims,
@@ -35,6 +38,15 @@ pub(in crate::limiter) struct KeyCalls {
     looks_until: Option<Instant>,
     /// When this last changed.
     used_at: Instant,
+}
+
+/// How long a request waits for a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Patience {
+    /// Until it gets a slot, or leaves.
+    Patient,
+    /// Until the store answers the claim with this number. The request cannot wait for longer.
+    Impatient { until_answer: u64 },
 }
 
 impl Evict for KeyCalls {
@@ -53,7 +65,9 @@ impl KeyCalls {
         KeyCalls {
             in_use: 0,
             free: 0,
-            waiters: SlotWaiters::default(),
+            waiters: WaitQueue::default(),
+            until_answer: 0,
+            overdue: Vec::new(),
             gave_up: false,
             claims: KeyClaims::new(),
             validity: Validity::default(),
@@ -101,16 +115,18 @@ impl KeyCalls {
         let is_wanted = self.waiting() > 0 || self.claims.known.queued > 0;
         let none_left = is_wanted && !self.has_new_limit;
         if impatient && none_left && self.free == 0 && self.claims.is_answered() {
-            self.waiters.enter_refused(number);
+            self.waiters.enter_settled(number, Err(NoSlot::NEVER));
             return;
         }
         let wait = if impatient {
+            self.until_answer = self.claims.number + 1;
             Patience::Impatient {
-                until_answer: self.claims.number + 1,
+                until_answer: self.until_answer,
             }
         } else {
             Patience::Patient
         };
+        // No task waits yet. The first poll sets when it wakes.
         self.waiters.enter(number, wait, now);
         self.grant_free(now, &mut Wakers::default());
     }
@@ -122,8 +138,9 @@ impl KeyCalls {
             in_use: self.in_use,
             queued,
         };
-        // The answer ends the wait of requests that cannot wait, even if it grants nothing.
-        let wants_answer = self.waiters.want_answer_after(self.claims.number);
+        // The answer ends the wait of requests that cannot wait, even if it grants nothing. The last of
+        // them may have left, while others wait.
+        let wants_answer = queued > 0 && self.until_answer > self.claims.number;
         // If the last waiter has left, a claim gives up the place of the process in the store's
         // queue. After an impatient request, no such claim is sent, because its caller retries.
         // While the store counts the place, it has no free slot, and retries are refused without a
@@ -181,14 +198,16 @@ impl KeyCalls {
             return Poll::Ready(settled);
         }
         if now < until {
-            if !self.waiters.is_waiting(number) {
+            if self.waiters.get(number).is_none() {
                 // It was not polled for so long that its slot went to the next request.
                 self.enter(number, false, now);
                 if let Some(settled) = self.collect(number, now) {
                     return Poll::Ready(settled);
                 }
             }
-            if self.waiters.register(number, until, cx) {
+            if let Some(waiter) = self.waiters.get_mut(number) {
+                waiter.wake_at(until);
+                waiter.register(cx);
                 return Poll::Pending;
             }
         }
@@ -228,7 +247,7 @@ impl KeyCalls {
     /// polled has not collected its slot, and another one waits, here or in another process.
     pub(in crate::limiter) fn begins_to_look(&mut self) -> bool {
         let is_any_waiting = self.waiting() > 0 || self.claims.others_wait;
-        if !is_any_waiting || !self.waiters.is_any_uncollected() {
+        if !is_any_waiting || self.uncollected().next().is_none() {
             return false;
         }
         let now = clock::now();
@@ -242,9 +261,23 @@ impl KeyCalls {
     /// Passes on the slots that were granted before the last look and are not collected yet.
     pub(in crate::limiter) fn look(&mut self, now: Instant, wakers: &mut Wakers) {
         self.looks_until = None;
-        for slot in self.waiters.take_overdue() {
+        let (overdue, granted): (Vec<_>, Vec<_>) = self
+            .uncollected()
+            .partition(|(_, slot)| self.overdue.contains(slot));
+        self.overdue = granted.into_iter().map(|(_, slot)| slot).collect();
+        // All are out of the queue before the first slot goes to the next request.
+        for (number, _) in &overdue {
+            _ = self.waiters.collect(*number);
+        }
+        for (_, slot) in overdue {
             self.end(slot, now, wakers);
         }
+    }
+
+    /// Returns the requests that have not collected their slots, with these slots.
+    fn uncollected(&self) -> impl Iterator<Item = (Number, Number)> {
+        let settled = self.waiters.uncollected();
+        settled.filter_map(|(number, outcome)| Some((number, *outcome.as_ref().ok()?)))
     }
 
     pub(in crate::limiter) fn on_event(
@@ -263,12 +296,14 @@ impl KeyCalls {
                 if let Some(more) = self.claims.answered(number, granted, others_wait, version) {
                     self.free = self.free.saturating_add(more);
                     self.grant_free(now, wakers);
-                    self.waiters.refuse_answered(number, wakers);
+                    self.refuse_answered(number, wakers);
                 }
             }
             StoreEvent::Failed(error) => {
                 self.claims.failed();
-                self.waiters.fail(&error, wakers);
+                self.waiters
+                    .settle_where(|_, _| Some(Err(NoSlot::Failed(error.clone()))), wakers);
+                self.until_answer = 0;
             }
             StoreEvent::ClaimValidUntil(until) => {
                 self.validity.until = Some(until);
@@ -289,9 +324,29 @@ impl KeyCalls {
     /// Gives the free slots to the requests that came first.
     fn grant_free(&mut self, now: Instant, wakers: &mut Wakers) {
         while self.free > 0 && self.waiting() > 0 && self.validity.is_valid(now) {
-            self.waiters.grant_first(next_number(), wakers);
+            self.waiters.settle_first(Ok(next_number()), wakers);
             self.free -= 1;
             self.in_use += 1;
+        }
+    }
+
+    /// Refuses the impatient requests that waited for the answer to the claim `number`, or to an
+    /// earlier one.
+    fn refuse_answered(&mut self, number: u64, wakers: &mut Wakers) {
+        if self.until_answer == 0 {
+            return;
+        }
+        self.waiters.settle_where(
+            |_, wait| match *wait {
+                Patience::Impatient { until_answer } if until_answer <= number => {
+                    Some(Err(NoSlot::NEVER))
+                }
+                _ => None,
+            },
+            wakers,
+        );
+        if self.until_answer <= number {
+            self.until_answer = 0;
         }
     }
 }

@@ -44,7 +44,6 @@ mod claims;
 mod key_calls;
 #[cfg(test)]
 mod properties;
-mod slot_waiters;
 
 pub(super) use calls::{Acted, InFlightCalls};
 pub(super) use key_calls::KeyCalls;
