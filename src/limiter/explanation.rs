@@ -1,16 +1,11 @@
-//! Why a request would wait now, or be refused: the answer, and its text.
+//! Why a request would wait now, or be refused: the answer, and the words for it.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::key_state::StatedLimit;
-use super::status::QuotaSource;
-use crate::cost::Cost;
-use crate::error::{Reason, StoreError, whole_millis};
+use crate::error::{Reason, whole_millis};
 use crate::quota::Limit;
 use crate::stats::Cause;
-use crate::store::LimitUsage;
 
 /// Why a request would wait now, or be refused, as
 /// [`Limiter::explain`](crate::Limiter::explain), [`Acquire::explain`](super::Acquire::explain) and
@@ -58,16 +53,6 @@ impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
-}
-
-/// The text of an [`Explanation`] by a limiter.
-pub(super) struct ExplanationText<'a> {
-    pub(super) verdict: &'a Verdict,
-    /// What was found: one for each key of the request, and for each [unit](crate::Quota::of) that the
-    /// limits of a key count.
-    pub(super) keys: Vec<KeyExplanation>,
-    /// Which of `keys` the verdict is about.
-    pub(super) decisive: usize,
 }
 
 /// What would happen to a request.
@@ -122,44 +107,6 @@ pub enum Because {
     Pace,
 }
 
-/// What was found for one key of a request.
-#[derive(Clone, Debug)]
-pub(crate) struct KeyExplanation {
-    /// The name of the limiter, as in [`Stats::name`](crate::stats::Stats::name).
-    pub(crate) limiter: Arc<str>,
-    /// The name of the key, as in [`KeyStats::name`](crate::stats::KeyStats::name).
-    pub(crate) key: Box<str>,
-    /// The units that the request takes.
-    pub(crate) cost: u32,
-    /// What the limits count, as in [`LimitUsage::unit`].
-    pub(crate) unit: &'static str,
-    /// Where the quota of the key comes from.
-    pub(crate) quota_source: QuotaSource,
-    /// Each limit that applies to the key. Its [`wait`](LimitUsage::wait) is that of this request.
-    /// Empty if the store is unreachable.
-    pub(crate) limits: Vec<LimitUsage>,
-    /// The hold of the key. `None` if it is not on hold.
-    pub(crate) hold: Option<Held>,
-    /// How many kinds of requests the upstream refuses, while it accepts others.
-    pub(crate) kinds: usize,
-    /// How many requests of the key wait in this process. A request of several keys counts at the
-    /// first.
-    pub(crate) waiting: usize,
-    /// How long the first of them has waited. `None` if no request waits.
-    pub(crate) oldest_wait: Option<Duration>,
-    /// The units that were prefetched and are at hand.
-    pub(crate) at_hand: u64,
-    /// The limits that the upstream has stated to this process, and that apply: see
-    /// [`KeyStatus::learned`](super::KeyStatus::learned).
-    pub(crate) learned: Vec<StatedLimit>,
-    /// Whether a request of the key is known, lately and here or in the store. If not, it may be another
-    /// key than that of your requests: the one of [`and_per`](crate::RateLimitBuilder::and_per) is
-    /// `key.and(name)`.
-    pub(crate) is_known: bool,
-    /// How the store answered.
-    pub(crate) store: StoreState,
-}
-
 /// The hold of a key, and its cause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Held {
@@ -170,29 +117,6 @@ pub(crate) struct Held {
     /// How long ago this process put the key on hold, or learned that another process did. `None` if
     /// `cause` is.
     pub(crate) age: Option<Duration>,
-}
-
-/// How a store answered.
-#[derive(Clone, Debug)]
-pub(crate) enum StoreState {
-    /// At once: it is in this process.
-    InProcess,
-    /// After this time.
-    Reachable {
-        /// From the call to its answer.
-        took: Duration,
-    },
-    /// It has lost its state.
-    Recovering {
-        /// How long it grants nothing.
-        left: Duration,
-    },
-    /// It is unreachable, and this process goes on with its share of the limits, which
-    /// [`limits`](KeyExplanation::limits) then has. Only with
-    /// [`OnStoreError::FallbackShare`](crate::OnStoreError::FallbackShare).
-    Alone,
-    /// It failed, and [`limits`](KeyExplanation::limits) is empty.
-    Failed(StoreError),
 }
 
 impl Verdict {
@@ -323,126 +247,6 @@ impl Held {
             Some(Cause::Elsewhere) => "another process or limiter",
             None => "known from the store",
         })
-    }
-}
-
-impl KeyExplanation {
-    /// Writes what was found, in a line for each topic.
-    fn topics(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let unit = counted(self.unit);
-        let named = self.limits.iter().map(|usage| match usage.limit {
-            Limit::InFlight { .. } => usage.limit.to_string(),
-            limit => limit.counting(unit).to_string(),
-        });
-        let named: Vec<String> = named.collect();
-        let width = named.iter().map(String::len).max().unwrap_or(0);
-        let width = width.max("waiting".len());
-        let topic = |f: &mut fmt::Formatter<'_>, name: &str| write!(f, "\n  {name:width$}  ");
-        for (name, usage) in named.iter().zip(&self.limits) {
-            topic(f, name)?;
-            write!(f, "{} used, {} free", usage.used, usage.free)?;
-            if usage.reserved > 0 {
-                write!(f, ", {} reserved for other clients", usage.reserved)?;
-            }
-            if usage.wait == Duration::MAX && usage.is_in_flight() {
-                write!(f, "; free when a call ends")?;
-            } else if usage.wait == Duration::MAX {
-                write!(f, "; allows no such request")?;
-            } else if !usage.wait.is_zero() {
-                write!(f, "; free in {}", Shown(usage.wait))?;
-            }
-        }
-        if self.quota_source != QuotaSource::Builder {
-            topic(f, "quota")?;
-        }
-        match self.quota_source {
-            QuotaSource::Builder => {}
-            QuotaSource::Upstream { left } => {
-                write!(f, "learned from the upstream, ends in {}", Shown(left))?;
-            }
-            QuotaSource::Route => f.write_str("that of its route")?,
-            QuotaSource::Request => f.write_str("stated by requests")?,
-            QuotaSource::Set { left } => {
-                let left = Shown(left);
-                write!(f, "set by an operator, kept for {left} if it is not used")?;
-            }
-        }
-        topic(f, "hold")?;
-        Held::write(self.hold.as_ref(), f)?;
-        if self.kinds > 0 {
-            topic(f, "kinds")?;
-            write!(
-                f,
-                "{} on hold, which the upstream refuses while it accepts others",
-                self.kinds
-            )?;
-        }
-        topic(f, "waiting")?;
-        write!(f, "{} here", self.waiting)?;
-        if let Some(oldest) = self.oldest_wait {
-            write!(f, ", the first for {}", Shown(oldest))?;
-        }
-        topic(f, "at hand")?;
-        write!(f, "{}", self.at_hand)?;
-        if !self.is_known {
-            topic(f, "known")?;
-            f.write_str("no request of this key")?;
-        }
-        for StatedLimit { limit, name, .. } in &self.learned {
-            topic(f, "learned")?;
-            let limit = limit.counting(unit);
-            match name {
-                Some(name) => write!(f, "{name:?} states {limit}")?,
-                None => write!(f, "the upstream states {limit}")?,
-            }
-        }
-        if matches!(self.store, StoreState::InProcess) {
-            return Ok(());
-        }
-        topic(f, "store")?;
-        match &self.store {
-            StoreState::InProcess => Ok(()),
-            StoreState::Reachable { took } => write!(f, "answered in {}", Shown(*took)),
-            StoreState::Recovering { left } => {
-                write!(f, "lost its state, recovers in {}", Shown(*left))
-            }
-            StoreState::Alone => f.write_str("unreachable; limits are the fallback share"),
-            StoreState::Failed(error) => write!(f, "{error}"),
-        }
-    }
-}
-
-/// Returns the unit of a limit for its text. `None` for requests, which are not written.
-fn counted(unit: &'static str) -> Option<&'static str> {
-    Some(unit).filter(|unit| *unit != Cost::REQUESTS)
-}
-
-impl fmt::Display for ExplanationText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Some(decisive) = self.keys.get(self.decisive) else {
-            return Ok(());
-        };
-        write!(f, "{}, key {}: a request ", decisive.limiter, decisive.key)?;
-        let (cost, unit) = (decisive.cost, counted(decisive.unit));
-        if cost != 1 || unit.is_some() {
-            let (space, unit) = unit.map_or(("", ""), |unit| (" ", unit));
-            write!(f, "that costs {cost}{space}{unit} ")?;
-        }
-        self.verdict.write(f, |f, because| {
-            because.write(f, decisive.hold.as_ref(), unit)
-        })?;
-        let has_failed = matches!(decisive.store, StoreState::Failed(_));
-        if *self.verdict == Verdict::Goes && has_failed {
-            f.write_str(", uncounted")?;
-        }
-        decisive.topics(f)?;
-        for (index, other) in self.keys.iter().enumerate() {
-            if index != self.decisive {
-                write!(f, "\n{}, key {}:", other.limiter, other.key)?;
-                other.topics(f)?;
-            }
-        }
-        Ok(())
     }
 }
 

@@ -5,15 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::clock;
-use crate::cost::Cost;
 use crate::error::StoreError;
 use crate::limit::LimitSpec;
-use crate::limiter::explanation::{Held, KeyExplanation, StoreState};
 use crate::limiter::key_state::Outlook;
 use crate::limiter::part::{Entry, NewPart};
 use crate::limiter::quotas::QuotaId;
-use crate::limiter::status::QuotaSource;
-use crate::stats::Engine;
 use crate::store::{StoreReply, Usage};
 use crate::wait_queue::WaitBound;
 
@@ -57,7 +53,7 @@ pub(super) struct Found {
     pub(super) outlook: Outlook,
     pub(super) usage: Result<Usage, StoreError>,
     /// How long the store took. `None` if it answered at once.
-    took: Option<Duration>,
+    pub(super) took: Option<Duration>,
 }
 
 impl Found {
@@ -110,58 +106,6 @@ impl Found {
         self.outlook
             .held
             .max(Some(in_store).filter(|left| !left.is_zero()))
-    }
-
-    /// Returns what was found, for the caller.
-    pub(super) fn told(self, asked: &NewPart, name: Box<str>, now: Instant) -> KeyExplanation {
-        let core = &asked.core;
-        let unit = core.unit().unwrap_or(Cost::REQUESTS);
-        let hold = self.held().map(|left| {
-            let origin = self.outlook.held.and(self.outlook.origin);
-            Held {
-                left,
-                cause: origin.map(|origin| origin.cause),
-                age: origin.map(|origin| now.saturating_duration_since(origin.since)),
-            }
-        });
-        let (waiting, since) = core.tally().waiting_of(asked.entry.key);
-        let set = self.usage.as_ref().ok();
-        let set = set.and_then(|usage| usage.set_quota.as_deref());
-        let quota_source = QuotaSource::of(set, self.outlook.stated, &core.settings.quotas);
-        let (mut limits, store) = match self.usage {
-            Err(error) => (Vec::new(), StoreState::Failed(error)),
-            Ok(usage) if usage.degraded => (usage.limits, StoreState::Alone),
-            Ok(usage) if !usage.recovering.is_zero() => {
-                let left = usage.recovering;
-                (usage.limits, StoreState::Recovering { left })
-            }
-            Ok(usage) => match self.took {
-                None => (usage.limits, StoreState::InProcess),
-                Some(took) => (usage.limits, StoreState::Reachable { took }),
-            },
-        };
-        limits.iter_mut().for_each(|usage| usage.unit = unit);
-        let has_state = core.states.find(asked.entry.key, |_| ()).is_some();
-        let is_used = limits.iter().any(|usage| usage.used > 0);
-        let has_failed = matches!(store, StoreState::Failed(_) | StoreState::Recovering { .. });
-        let is_set = !matches!(quota_source, QuotaSource::Builder);
-        let is_known = has_state || is_used || has_failed || is_set || hold.is_some();
-        KeyExplanation {
-            limiter: core.tally().name(),
-            key: name,
-            cost: asked.entry.cost,
-            unit,
-            quota_source,
-            limits,
-            hold,
-            kinds: self.outlook.kinds,
-            waiting,
-            oldest_wait: since.map(|since| now.saturating_duration_since(since)),
-            at_hand: self.outlook.at_hand.into(),
-            learned: self.outlook.learned,
-            is_known,
-            store,
-        }
     }
 }
 

@@ -8,14 +8,16 @@
 //! | `found` | what the store and this process know of one key |
 //! | `case` | what would happen to a request under one key |
 //! | `mod` | the same for a request of several keys |
+//! | `text` | what was found, for a person |
 
 mod case;
 mod found;
+mod text;
 
 use std::time::Instant;
 
 use super::counting;
-use super::explanation::{Explanation, ExplanationText, Verdict};
+use super::explanation::{Explanation, Verdict};
 use super::part::{NewPart, earliest_deadline};
 use super::request::Request;
 use super::reservation::Stopped;
@@ -27,6 +29,7 @@ use crate::wait_queue::WaitBound;
 
 use case::{KeyCase, refused};
 use found::Found;
+use text::{KeyText, RequestText};
 
 /// Explains what would happen to a request of the keys `asked`, at least one.
 pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, StoreError> {
@@ -48,16 +51,18 @@ pub(super) async fn explain(mut asked: Vec<NewPart>) -> Result<Explanation, Stor
         Err(stopped) => refused_by(&request, stopped)?,
         Ok(()) => verdict(&request, &asked, &found, bound, now)?,
     };
-    let keys = asked.iter().zip(found).map(|(key, found)| {
-        let name = name_of(key, &asked);
-        found.told(key, name, now)
+    let keys = asked.iter().zip(&found).map(|(part, found)| KeyText {
+        part,
+        name: name_of(part, &asked),
+        found,
+        now,
     });
-    let told = ExplanationText {
+    let text = RequestText {
         verdict: &verdict,
         keys: keys.collect(),
         decisive,
     };
-    let text = told.to_string();
+    let text = text.to_string();
     Ok(Explanation::new(verdict, text))
 }
 
