@@ -121,10 +121,9 @@ pub(super) async fn run_statements(core: Arc<Core>, key: Key) {
 /// A part whose store fails is stated again later.
 async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Duration) {
     let now = clock::now();
-    let known = core
+    let (stated, quota) = core
         .states
-        .find(key, |state| (state.stated_parts(), state.limits.quota_id()));
-    let (stated, quota) = known.unwrap_or_default();
+        .read(key, |state| (state.stated_parts(), state.limits.quota_id()));
     let parts: Vec<_> = core.all_parts(key).enumerate().collect();
     let specs = parts
         .iter()

@@ -205,8 +205,7 @@ impl Core {
     pub(super) fn terms(&self, key: Key) -> Arc<LimitSpec> {
         let own = self
             .states
-            .find(key, |state| self.own_spec(state, clock::now()))
-            .flatten();
+            .read(key, |state| self.own_spec(state, clock::now()));
         own.unwrap_or_else(|| self.settings.spec.clone())
     }
 
@@ -216,14 +215,13 @@ impl Core {
         if !quotas.is_any() {
             return spec.clone();
         }
-        let own = self.states.find(key, |state| state.limits.quota().cloned());
-        own.flatten().unwrap_or_else(|| spec.clone())
+        let own = self.states.read(key, |state| state.limits.quota().cloned());
+        own.unwrap_or_else(|| spec.clone())
     }
 
     /// Returns the quota that requests have stated for `key`.
     pub(super) fn quota_id(&self, key: Key) -> Option<QuotaId> {
-        let quota = self.states.find(key, |state| state.limits.quota_id());
-        quota.flatten()
+        self.states.read(key, |state| state.limits.quota_id())
     }
 
     /// Returns whether a request that states `quota` leaves the quota of `key` as it is.
@@ -395,8 +393,8 @@ impl Core {
     pub(super) fn spec_of_part(&self, key: Key, quota: Option<QuotaId>) -> Arc<LimitSpec> {
         let set = self
             .states
-            .find(key, |state| state.limits.set_spec().cloned());
-        let spec = set.flatten().or_else(|| self.spec_of(quota?));
+            .read(key, |state| state.limits.set_spec().cloned());
+        let spec = set.or_else(|| self.spec_of(quota?));
         spec.unwrap_or_else(|| self.settings.spec.clone())
     }
 
@@ -423,16 +421,12 @@ impl Core {
 
     /// Returns how long `key` stays on hold, by what this process knows.
     pub(super) fn held(&self, key: Key, now: Instant) -> Option<Duration> {
-        self.states
-            .find(key, |state| state.hold.left(now))
-            .flatten()
+        self.states.read(key, |state| state.hold.left(now))
     }
 
     /// Returns for how long callers are told that `key` is on hold: see [`KeyHold::stated_left`](super::key_state::KeyHold::stated_left).
     pub(super) fn stated_hold(&self, key: Key, now: Instant) -> Option<Duration> {
-        self.states
-            .find(key, |state| state.hold.stated_left(now))
-            .flatten()
+        self.states.read(key, |state| state.hold.stated_left(now))
     }
 
     /// Returns why a request is refused while `key` is on hold.
@@ -444,7 +438,7 @@ impl Core {
 
     /// Returns how many requests count as waiting for `key`.
     pub(super) fn queued(&self, key: Key) -> usize {
-        self.states.find(key, |state| state.queued()).unwrap_or(0)
+        self.states.read(key, |state| state.queued())
     }
 
     /// Returns `max_queue` if as many requests wait for `key`, and a request of this cost needs something of it.

@@ -61,11 +61,10 @@ impl Limiter {
     /// Returns the hold of `key`, by what this process knows.
     pub(crate) fn held(&self, key: Key) -> HoldState {
         let now = clock::now();
-        let held = self.0.first.states.find(key, |state| {
+        self.0.first.states.read(key, |state| {
             let left = state.hold.left(now).unwrap_or_default();
             HoldState::new(left, state.hold.releases())
-        });
-        held.unwrap_or_default()
+        })
     }
 
     /// Asks the store for the hold of `key`. Returns `None` if the store does not answer.

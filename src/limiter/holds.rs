@@ -69,8 +69,8 @@ pub(super) fn begin(
 
 /// Ends the hold of `key`, here and in all processes that share the store.
 pub(super) async fn release(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let kinds = core.states.find(key, |state| state.hold.kinds());
-    let of_kinds = kinds.into_iter().flatten().map(|kind| key.of_kind(kind));
+    let kinds = core.states.read(key, |state| state.hold.kinds());
+    let of_kinds = kinds.into_iter().map(|kind| key.of_kind(kind));
     for held in std::iter::once(key).chain(of_kinds) {
         let Settings { store, .. } = &core.settings;
         let released = store.change(held, &core.terms(held), Change::Release);
@@ -220,8 +220,7 @@ pub(super) fn watch(
 
 /// Returns how many requests watch the hold of `key`, because they wait for its end or for something else.
 pub(super) fn waiting(core: &Core, key: Key) -> usize {
-    let waiting = core.states.find(key, |state| state.hold.waiting());
-    waiting.unwrap_or(0)
+    core.states.read(key, |state| state.hold.waiting())
 }
 
 /// Asks the store for a release of `key` that may have been missed, if nobody has asked just now. The request

@@ -173,6 +173,11 @@ impl KeyStates {
         done
     }
 
+    /// Returns what `read` returns of the state of `key`, or the default value if there is no state.
+    pub(super) fn read<R: Default>(&self, key: Key, read: impl FnOnce(&mut KeyState) -> R) -> R {
+        self.find(key, read).unwrap_or_default()
+    }
+
     // Not generic: each of sixty callers had a copy.
     fn visit_known(&self, key: Key, visit: &mut dyn FnMut(&mut KeyState)) {
         self.map.find(key, |row| self.visit(key, row, visit));

@@ -135,11 +135,10 @@ pub(super) async fn unset(cores: &Cores, key: Key, life: Duration) -> Result<(),
 /// Ends the limits that the upstream has stated for `key`, in all processes, whether this process knows of them or
 /// not. A quota that an operator has set stays.
 pub(super) async fn forget_learned(core: &Arc<Core>, key: Key) -> Result<(), StoreError> {
-    let known = core.states.find(key, |state| {
+    let mut learned = core.states.read(key, |state| {
         let life = state.limits.learned_life(clock::now())?;
         Some((state.limits.set_quota_version(), life))
     });
-    let mut learned = known.flatten();
     if learned.is_none() {
         let request = core.peek_request(key, &core.terms(key));
         // The store of a process that ignores headers leaves learned quotas out.
@@ -188,8 +187,6 @@ fn take_in_reply(
 
 /// Returns the version of the set quota of `key` that this process knows of. 0 if it knows of none.
 fn known_version(core: &Core, key: Key) -> u32 {
-    let known = core
-        .states
-        .find(key, |state| state.limits.set_quota_version());
-    known.unwrap_or_default()
+    core.states
+        .read(key, |state| state.limits.set_quota_version())
 }

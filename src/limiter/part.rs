@@ -138,11 +138,8 @@ impl Part {
 
     /// Returns how often the limits of the key have changed.
     pub(super) fn changes(&self) -> u32 {
-        let known = self
-            .core
-            .states
-            .find(self.key, |state| state.limits.changes());
-        known.unwrap_or(0)
+        let states = &self.core.states;
+        states.read(self.key, |state| state.limits.changes())
     }
 
     /// Returns the limits of the key that decide about a request.

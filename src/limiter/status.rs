@@ -172,7 +172,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         learned: Vec::new(),
         degraded,
     };
-    let stated = core.states.find(key, |state| {
+    let stated = core.states.read(key, |state| {
         status.free = free.saturating_add(u64::from(state.at_hand(now)));
         status.waiting += state.waiting();
         status.held = status.held.max(state.hold.left(now));
@@ -180,7 +180,7 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
         state.limits.quota_id()
     });
     let quotas = &core.settings.quotas;
-    status.quota_source = QuotaSource::of(set_quota.as_deref(), stated.flatten(), quotas);
+    status.quota_source = QuotaSource::of(set_quota.as_deref(), stated, quotas);
     status.free = status.free.min(free_in_flight(&status.limits));
     if status.free > 0 {
         status.next_slot = Duration::ZERO;

@@ -117,10 +117,8 @@ fn name_of(key: &NewPart, asked: &[NewPart]) -> Box<str> {
     let mut of_key = asked.iter().filter(|other| other.named == key.named);
     let name = of_key.find_map(|other| {
         let NewPart { core, entry, .. } = other;
-        let name = core
-            .states
-            .find(entry.key, |state| state.counts.name().map(Box::from));
-        name.flatten()
+        core.states
+            .read(entry.key, |state| state.counts.name().map(Box::from))
     });
     name.unwrap_or_else(|| {
         let quota = key.core.quota_id(key.entry.key);

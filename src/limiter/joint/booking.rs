@@ -219,8 +219,8 @@ impl<'a> SlotSearch<'a> {
             let cost = self.costs[part];
             let known = core
                 .states
-                .find(*key, |state| state.store.repeated_refusal(cost, bound, now));
-            if let Some(refusal) = known.flatten() {
+                .read(*key, |state| state.store.repeated_refusal(cost, bound, now));
+            if let Some(refusal) = known {
                 return Some(Stopped::too_late(part, refusal));
             }
         }
@@ -255,8 +255,8 @@ impl<'a> SlotSearch<'a> {
     /// Returns the slot that a part is expected to have, if it is later than `from`.
     fn expected_after(&self, part: usize, from: Instant) -> Option<Instant> {
         let Part { core, key, .. } = &self.parts[part];
-        let slot = core.states.find(*key, |state| state.store.last_joint());
-        slot.flatten().filter(|slot| *slot > from)
+        let slot = core.states.read(*key, |state| state.store.last_joint());
+        slot.filter(|slot| *slot > from)
     }
 
     /// Returns whether a slot expired while other parts were asked. Slots before a moment ahead do
@@ -471,12 +471,12 @@ pub(in crate::limiter) fn doubtful(parts: &[Part], slot: &Slots, now: Instant) -
             continue;
         };
         // No visit, which could wake tasks: the set is locked.
-        let confirmed = core.states.find(*key, |state| {
+        let is_confirmed = core.states.read(*key, |state| {
             let own = core.own_spec(state, now);
             let spec = own.as_ref().unwrap_or(&core.settings.spec);
             state.has_confirmed(spec, of_part, slot.changes[index], now)
         });
-        if confirmed != Some(true) {
+        if !is_confirmed {
             doubtful.push(index);
         }
     }
