@@ -27,7 +27,7 @@ use crate::limit::{LimitSpec, UnusedPermits};
 use crate::locks::{read, write};
 use crate::refused::RefusedRequest;
 use crate::stats;
-use crate::store::{self, PeekRequest, StoreEvent, StoreListener};
+use crate::store::{self, PeekRequest, StoreListener};
 
 /// Whether this process has more than one limiter, a throttle, or a limit of calls in flight. Else no request is
 /// refused because of what is [`around`](super::around) it.
@@ -62,12 +62,7 @@ pub(super) struct Core {
     /// The cores of all parts of a divided quota, this one included.
     parts: OnceLock<Box<[Weak<Core>]>>,
     pub(super) hosts: Hosts,
-    on_event: OnEvent,
 }
-
-/// Takes in an event of the store about a key. The number is the holder of the claim that the event
-/// answers, if it answers one.
-pub(super) type OnEvent = fn(&Arc<Core>, Key, u64, StoreEvent);
 
 /// Identifies a limiter's core without keeping it alive.
 ///
@@ -115,8 +110,8 @@ fn place_of(cores: &[(CoreId, Weak<Core>)], id: CoreId) -> Result<usize, usize> 
 
 impl Core {
     /// Makes a core that can be found by its number, and subscribes it to the events of the store.
-    /// `on_event` takes them in. The subscription does not keep the core alive.
-    pub(super) fn new(settings: Settings, on_event: OnEvent) -> Arc<Self> {
+    /// The subscription does not keep the core alive.
+    pub(super) fn new(settings: Settings) -> Arc<Self> {
         clock::prepare();
         // Further units of a quota leave the holds of hosts to its first one.
         let unit = settings.spec.quota().unit();
@@ -134,7 +129,6 @@ impl Core {
             joint: JointSets::default(),
             parts: OnceLock::new(),
             hosts,
-            on_event,
         });
         let mut cores = write(&CORES);
         // Two that are made at once may come in either order.
@@ -475,12 +469,6 @@ impl Core {
             let own = self.own_spec(state, now);
             state.give_back_prefetched(&self.ctx(key, now, own.as_ref()));
         });
-    }
-}
-
-impl StoreListener for Core {
-    fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
-        (self.on_event)(&self, key, holder, event);
     }
 }
 

@@ -15,7 +15,6 @@ use super::counting;
 use super::engine::{Core, CoreId};
 use super::explanation::Explanation;
 use super::holds;
-use super::listener;
 use super::own_quota::{self, QuotaError};
 use super::part::{Entry, PartRef};
 use super::quotas::QuotaId;
@@ -444,9 +443,8 @@ impl Limiter {
 impl Limiter {
     /// Makes a limiter with the settings for each unit that its quota counts, at least one.
     pub(crate) fn new(first: Settings, others: impl IntoIterator<Item = Settings>) -> Self {
-        let core = |settings| Core::new(settings, listener::on_event);
-        let others = others.into_iter().map(core).collect();
-        Limiter(Cores::new(core(first), others), None)
+        let others = others.into_iter().map(Core::new).collect();
+        Limiter(Cores::new(Core::new(first), others), None)
     }
 
     /// Makes a limiter whose quota is divided: `rest` is that of the requests of no class.

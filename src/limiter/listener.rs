@@ -10,32 +10,30 @@ use super::key_state::{FLEET_PROBE, KeyState};
 use super::own_quota;
 use crate::clock;
 use crate::key::Key;
-use crate::store::StoreEvent;
+use crate::store::{StoreEvent, StoreListener};
 
-/// Takes in an event of the store about `key`. If it answers a claim, `holder` is the holder of the
-/// claim.
-pub(super) fn on_event(core: &Arc<Core>, key: Key, holder: u64, event: StoreEvent) {
-    match event {
-        StoreEvent::Hold(held) => holds::adopt_published(core, key, held),
-        StoreEvent::RemainingFell { writes } => remaining_fell(core, key, writes),
-        StoreEvent::EventsMissed => events_missed(core, false),
-        StoreEvent::Reconnected => events_missed(core, true),
-        StoreEvent::Register(register) if register.kind == FLEET_PROBE => {
-            // Also a process that has not used the key keeps its requests back. If there is no room, it probes for itself.
-            let now = clock::now();
-            let _ = core.with_new_state(key, now, |state, ctx| state.learn_fleet(ctx, &register));
+impl StoreListener for Core {
+    fn on_event(self: Arc<Self>, key: Key, holder: u64, event: StoreEvent) {
+        let core = &self;
+        match event {
+            StoreEvent::Hold(held) => holds::adopt_published(core, key, held),
+            StoreEvent::RemainingFell { writes } => {
+                core.with_state(key, clock::now(), |state, ctx| {
+                    state.remaining_fell(ctx, writes)
+                });
+            }
+            StoreEvent::EventsMissed => events_missed(core, false),
+            StoreEvent::Reconnected => events_missed(core, true),
+            StoreEvent::Register(register) if register.kind == FLEET_PROBE => {
+                // Also a process that has not used the key keeps its requests back. If there is no room, it probes for itself.
+                let now = clock::now();
+                let _ =
+                    core.with_new_state(key, now, |state, ctx| state.learn_fleet(ctx, &register));
+            }
+            StoreEvent::SetQuota(set) => own_quota::take_in(core, key, &set),
+            event => in_flight_slot::on_event(core, key, holder, event),
         }
-        StoreEvent::SetQuota(set) => own_quota::take_in(core, key, &set),
-        event => in_flight_slot::on_event(core, key, holder, event),
     }
-}
-
-/// Takes in an event: the upstream stated to another process that fewer units of a limit are left
-/// than the store knew. `writes` is how often the state in the store had been written then.
-fn remaining_fell(core: &Arc<Core>, key: Key, writes: u64) {
-    core.with_state(key, clock::now(), |state, ctx| {
-        state.remaining_fell(ctx, writes)
-    });
 }
 
 /// Takes in that this process may have missed events of the store. So it asks the store again about
