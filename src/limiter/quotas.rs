@@ -88,7 +88,7 @@ impl KnownQuotas {
         self.stated.retain(|number, stated| {
             let is_used = std::mem::take(stated.is_used.get_mut());
             let mut specs = stated.parts.iter().flatten();
-            let has_key = specs.any(|(_, spec)| Arc::strong_count(spec) > 1);
+            let has_key = specs.any(|spec| Arc::strong_count(spec) > 1);
             is_used || has_key || stated.route.is_some() || *number >= newest
         });
         let stated = &self.stated;
@@ -96,8 +96,8 @@ impl KnownQuotas {
     }
 }
 
-/// The limits of a part, each with the unit that they count. `None` for requests.
-pub(super) type Specs = Vec<(Option<&'static str>, Arc<LimitSpec>)>;
+/// The limits of a part, one for each unit that they count.
+pub(super) type Specs = Vec<Arc<LimitSpec>>;
 
 impl Quotas {
     /// The most different quotas that keys may have at the same time.
@@ -217,7 +217,7 @@ impl Quotas {
         for (part, quota) in self.parts(quota)?.into_iter().enumerate() {
             let mut specs = Specs::new();
             for quota in quota.by_unit() {
-                specs.push((quota.unit(), Arc::new(self.limits(quota, part)?)));
+                specs.push(Arc::new(self.limits(quota, part)?));
             }
             parts.push(specs);
         }
@@ -301,7 +301,7 @@ impl Quotas {
 /// Returns the limits of a part that count `unit`.
 pub(super) fn spec_of(specs: &Specs, unit: Option<&str>) -> Option<Arc<LimitSpec>> {
     let mut specs = specs.iter();
-    specs.find_map(|(own, spec)| (*own == unit).then(|| spec.clone()))
+    specs.find(|spec| spec.quota().unit() == unit).cloned()
 }
 
 fn out_of_range(value: String, allowed: &'static str) -> ConfigError {
