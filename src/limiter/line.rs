@@ -85,7 +85,7 @@ impl RequestLine {
         let part = set.awaited(&place.costs);
         let Part { core, key, .. } = &set.parts[part];
         match core.full_queue(*key, place.costs[part]) {
-            Some(max_queue) => Err(Stopped::queue_full(part, max_queue)),
+            Some(max_queue) => Err(NoSlot::queue_full(max_queue).for_part(part)),
             None => Ok(()),
         }
     }
@@ -282,7 +282,7 @@ impl RequestLine {
                     ..Slots::none(now)
                 })
             }
-            Err(no_slot) => Err(Stopped { part: 0, no_slot }),
+            Err(no_slot) => Err(no_slot.for_part(0)),
         }
     }
 }

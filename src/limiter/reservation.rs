@@ -97,6 +97,14 @@ impl NoSlot {
     pub(super) fn queue_full(max_queue: usize) -> Self {
         NoSlot::Refused(Reason::QueueFull(max_queue), Refusal::NEVER)
     }
+
+    /// Ends a request because of this part.
+    pub(super) fn for_part(self, part: usize) -> Stopped {
+        Stopped {
+            part,
+            no_slot: self,
+        }
+    }
 }
 
 /// The end of a request that gets no permit.
@@ -105,21 +113,4 @@ pub(super) struct Stopped {
     /// The part that stops it.
     pub(super) part: usize,
     pub(super) no_slot: NoSlot,
-}
-
-impl Stopped {
-    pub(super) fn too_late(part: usize, refusal: Refusal) -> Self {
-        let no_slot = NoSlot::TooLate(refusal);
-        Stopped { part, no_slot }
-    }
-
-    pub(super) fn refused(part: usize, reason: Reason, refusal: Refusal) -> Self {
-        let no_slot = NoSlot::Refused(reason, refusal);
-        Stopped { part, no_slot }
-    }
-
-    pub(super) fn queue_full(part: usize, max_queue: usize) -> Self {
-        let no_slot = NoSlot::queue_full(max_queue);
-        Stopped { part, no_slot }
-    }
 }

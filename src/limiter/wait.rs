@@ -15,7 +15,7 @@ use super::explanation::Because;
 use super::own_quota;
 use super::part::{Part, PartRef};
 use super::request::{Leaving, Request, Suspect};
-use super::reservation::Stopped;
+use super::reservation::{NoSlot, Stopped};
 use super::sent::PastWait;
 use super::taken::Taken;
 use super::waited::Waited;
@@ -137,7 +137,7 @@ impl Wait {
     /// Refuses the request, which waits no longer, and counts it.
     #[cold]
     pub(crate) fn refuse(&mut self, reason: Reason) -> Limited {
-        let stopped = Stopped::refused(0, reason, Refusal::NEVER);
+        let stopped = NoSlot::Refused(reason, Refusal::NEVER).for_part(0);
         self.end(stopped, clock::now())
     }
 

@@ -17,7 +17,7 @@ use crate::limiter::part::{Costs, Part, PerPart, Slots};
 use crate::limiter::queue::Number;
 use crate::limiter::reservation::{NoSlot, Reservation, Stopped};
 use crate::limiter::store_call::StoreCall;
-use crate::store::{JointCall, Lease, Refusal, StoreReply};
+use crate::store::{JointCall, Lease, StoreReply};
 use crate::tuning::ANSWER;
 use crate::wait_queue::WaitBound;
 
@@ -143,7 +143,7 @@ impl<'a> SlotSearch<'a> {
         }
         for (part, Part { core, key, .. }) in self.parts.iter().enumerate() {
             if let Err(wait) = division::wait_for_statements(core, *key, bound.latest).await {
-                return Err(Stopped::too_late(part, Refusal::for_span(wait)));
+                return Err(NoSlot::for_span(wait).for_part(part));
             }
         }
         let mut rounds = 0;
@@ -158,11 +158,11 @@ impl<'a> SlotSearch<'a> {
             }
             if rounds > 0 && !self.set.is_waiting(self.number, &self.costs) {
                 // The request has left, so nobody reads this refusal.
-                return Err(Stopped::too_late(first, Refusal::NEVER));
+                return Err(NoSlot::NEVER.for_part(first));
             }
             rounds += 1;
             if self.has_expired() && !self.aims_later(&mut bound) {
-                return Err(Stopped::too_late(first, Refusal::NEVER));
+                return Err(NoSlot::NEVER.for_part(first));
             }
             for (part, asked) in self.ask(&parts, bound).await {
                 match asked {
@@ -181,7 +181,7 @@ impl<'a> SlotSearch<'a> {
                             }
                         }
                     }
-                    JointAnswer::No(no_slot) => return Err(Stopped { part, no_slot }),
+                    JointAnswer::No(no_slot) => return Err(no_slot.for_part(part)),
                 }
             }
         }
@@ -197,7 +197,7 @@ impl<'a> SlotSearch<'a> {
     ) -> Result<(), Stopped> {
         let until = clock::after(clock::now(), span);
         if until > bound.latest {
-            return Err(Stopped::too_late(part, Refusal::for_span(span)));
+            return Err(NoSlot::for_span(span).for_part(part));
         }
         give_back(self.parts, std::mem::take(&mut self.slots));
         let given_up = self.given_up.iter_mut().map(Option::take);
@@ -221,7 +221,7 @@ impl<'a> SlotSearch<'a> {
                 .states
                 .read(*key, |state| state.store.repeated_refusal(cost, bound, now));
             if let Some(refusal) = known {
-                return Some(Stopped::too_late(part, refusal));
+                return Some(NoSlot::TooLate(refusal).for_part(part));
             }
         }
         None

@@ -318,7 +318,7 @@ impl JointSet {
     fn end_by(self: &Arc<Self>, by: Instant) {
         self.change(|state, _, wakers| {
             state.lanes.change_all(|lane| {
-                lane.end_by(by, || Err(Stopped::too_late(0, Refusal::NEVER)), wakers);
+                lane.end_by(by, || Err(NoSlot::NEVER.for_part(0)), wakers);
             });
         });
     }

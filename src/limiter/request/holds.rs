@@ -11,7 +11,7 @@ use crate::error::Reason;
 use crate::key::Key;
 use crate::limiter::holds::{self, Probe};
 use crate::limiter::part::{Part, PartRef};
-use crate::limiter::reservation::Stopped;
+use crate::limiter::reservation::{NoSlot, Stopped};
 use crate::store::Refusal;
 use crate::suspicion::{Suspicion, is_any_suspected};
 
@@ -196,7 +196,7 @@ impl Request {
                 true => Reason::HeldKind,
                 false => bound.reason(),
             };
-            return Err(Stopped::refused(held.part, reason, refusal));
+            return Err(NoSlot::Refused(reason, refusal).for_part(held.part));
         }
         holds::confirm(core, held.key, now);
         // A guard that stops the key stops its kinds, too.
@@ -206,7 +206,7 @@ impl Request {
             true => Reason::HeldKind,
             false => core.hold_reason(held.key, now),
         };
-        Err(Stopped::refused(held.part, reason, refusal))
+        Err(NoSlot::Refused(reason, refusal).for_part(held.part))
     }
 
     /// Returns whether the store may be asked about the hold of its kind: not of ever new ones.
@@ -232,7 +232,7 @@ impl Request {
         if holds::waiting(core, held.key) < max_queue {
             return Ok(());
         }
-        Err(Stopped::queue_full(held.part, max_queue))
+        Err(NoSlot::queue_full(max_queue).for_part(held.part))
     }
 
     /// Gives up all but the place in the line, because a key is on hold.

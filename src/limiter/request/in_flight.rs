@@ -78,7 +78,7 @@ impl Request {
             let Part { core, key, .. } = of_part;
             if waiting_in_flight(of_part) >= core.settings.max_queue {
                 let no_slot = in_flight_slot::queue_full(core, *key);
-                return Err(Stopped { part, no_slot });
+                return Err(no_slot.for_part(part));
             }
         }
         Ok(())
@@ -185,7 +185,7 @@ impl Request {
                 if let Some(slots) = slots {
                     self.line.give_back(slots);
                 }
-                Err(Stopped { part, no_slot })
+                Err(no_slot.for_part(part))
             }
         }
     }

@@ -39,7 +39,7 @@ use super::in_flight_slot;
 use super::line::{LinePlace, RequestLine};
 use super::part::{self, Part, PartRef, Slots};
 use super::queue::next_number;
-use super::reservation::Stopped;
+use super::reservation::{NoSlot, Stopped};
 use super::taken::{OfKey, Taken};
 use crate::clock::{self, Timer};
 use crate::error::{Reason, StoreError};
@@ -146,7 +146,9 @@ impl Request {
                     *cost = awaited;
                 }
                 Err(reason) => {
-                    return Poll::Ready(Err(Stopped::refused(index, reason, Refusal::NEVER)));
+                    return Poll::Ready(Err(
+                        NoSlot::Refused(reason, Refusal::NEVER).for_part(index)
+                    ));
                 }
             }
         }
@@ -306,7 +308,7 @@ impl Request {
 
     /// Refuses a request before it enters, if it cannot leave whatever the state of its keys is.
     pub(super) fn check(&self, parts: &[PartRef<'_>], now: Instant) -> Result<(), Stopped> {
-        let refused = |part, reason| Err(Stopped::refused(part, reason, Refusal::NEVER));
+        let refused = |part, reason| Err(NoSlot::Refused(reason, Refusal::NEVER).for_part(part));
         let LinePlace { costs, bound, .. } = &self.place;
         let needs_permit = costs.iter().any(|cost| *cost > 0);
         if needs_permit && let Some(reason) = around::refusal(parts[0].core) {
