@@ -1,4 +1,4 @@
-//! Why a request would wait now, or be refused: the answer, and the words for it.
+//! Why a request would wait now, or be refused: the answer, and its words.
 
 use std::fmt;
 use std::time::Duration;

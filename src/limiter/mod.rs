@@ -8,9 +8,9 @@
 // If no permit is at hand, a request enters in `wait`. It is a `request`, which knows the order in which it waits for
 // holds, slots and in-flight slots. The future in `wait` polls it.
 //
-// `Core` has methods in `engine` and `effects`, and where it implements a trait: in `counting` and `guarding`. The files
-// below `effects` in the table have functions instead. A function takes the core as its first argument, and callers name
-// its file: `holds::release(core, key)`.
+// `Core` has methods in `engine` and `effects`, and where it implements a trait: in `counting`, `listener` and
+// `guarding`. The files below `effects` in the table have functions instead. A function takes the core as its first
+// argument, and callers name its file: `holds::release(core, key)`.
 //
 // The imports point one way: a file imports only files that stand above it in this table. But a core owns
 // the joint requests that wait, so `engine` imports their type from `joint`.
@@ -35,7 +35,7 @@
 // | `part` | the keys of a request: what it states for them, and the slots that it gets in its line |
 // | `admitted` | a request that is sent, for its response, and which of its keys the response is about |
 // | `responses`, `listener`, `status` | what comes from the upstream and from the store, and what can be read |
-// | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its text; how it has waited |
+// | `explanation`, `waited` | why a request would wait now, or be refused: the answer, and its words; how it has waited |
 // | `around` | layers around each other: which requests are refused |
 // | `settlement` | the true cost of a request that was sent |
 // | `sent` | a request that was sent and not yet answered |
@@ -45,7 +45,7 @@
 // | `line` | where a request waits for its slots: the queue of its key, or the set of requests with the same keys |
 // | `request` | the way of a request to its permit |
 // | `wait` | the slow path, and the future that waits |
-// | `explain` | why a request would wait now, or be refused |
+// | `explain` | why a request would wait now, or be refused: how that is found, and its text |
 // | `acquire` | the public future of a permit |
 // | `limiter` | [`Limiter`], the public face |
 // | `guarding` | what a ban guard needs of limiters |
