@@ -14,6 +14,7 @@ use super::key_state::Ticket;
 use super::part::{Costs, Part, PartRef, Slots};
 use super::queue::Number;
 use super::reservation::{NoSlot, Reservation, Stopped};
+use crate::key::Key;
 use crate::key_map::Full;
 use crate::wait_queue::WaitBound;
 
@@ -47,14 +48,14 @@ impl LinePlace {
 }
 
 impl RequestLine {
-    /// Returns the line of requests with these keys.
-    pub(super) fn of(parts: &[PartRef<'_>]) -> Self {
+    /// Returns the line of requests with these keys, of this kind if a key is under suspicion.
+    pub(super) fn of(parts: &[PartRef<'_>], kind: Option<Key>) -> Self {
         match parts {
             [only] if only.core.has_rates() && only.entry.cost > 0 => {
                 RequestLine::Key(only.to_part())
             }
             [only] => RequestLine::NoRates(only.to_part()),
-            _ => RequestLine::Set(parts[0].core.joint.find(parts)),
+            _ => RequestLine::Set(parts[0].core.joint.find(parts, kind)),
         }
     }
 

@@ -291,6 +291,39 @@ impl Store for Shared {
     }
 }
 
+/// Requests of several keys wait in sets. Those of a kind on hold wait in one of their own.
+#[tokio::test(start_paused = true)]
+async fn poison_of_several_keys_stops_only_its_kind() {
+    let store: Arc<dyn Store> = Arc::new(Shared(MemoryStore::default()));
+    let (builder, holds) = builder();
+    let of_path = RateLimitLayer::builder(Quota::per_second(60))
+        .key(|_| Key::new("all paths"))
+        .store(store.clone())
+        .build()
+        .unwrap();
+    let layer = builder.store(store).build().unwrap().and(of_path);
+    let service = ServiceBuilder::new()
+        .layer(layer)
+        .service(server_that(States::Wait(10), |request| {
+            request.uri().path() == "/v1/bad"
+        }));
+    let seen = run(service, &[("POST", "/v1/bad")], GAP, 180).await;
+    let held = held_of_key(&holds);
+    println!(
+        "p50 {:?} p97 {:?} failed {} key held {held:?}, poison {} {} {:?}",
+        seen.p(50),
+        seen.p(97),
+        seen.failed,
+        seen.refused,
+        seen.kept_back,
+        seen.others
+    );
+    assert_eq!((seen.failed, &seen.others[..]), (0, &[][..]));
+    assert!(seen.refused > 3 && seen.kept_back > 0);
+    // The first refusal holds the keys for ten seconds: nothing tells yet that it was about a kind.
+    assert!(seen.p(94) <= 60 * MS, "{:?}", seen.p(94));
+}
+
 #[tokio::test(start_paused = true)]
 async fn poison_of_one_process_stops_no_other() {
     const PROCESSES: usize = 20;

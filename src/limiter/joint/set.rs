@@ -28,9 +28,15 @@ use crate::wakers::Wakers;
 /// The most joint slots that are booked anew behind one that came back. Each takes a search.
 const MOST_BOOKED_ANEW: usize = 8;
 
-/// What identifies a set: limiter, key and host of each part, and whether the requests cost something
-/// of it. A request that needs nothing of a scarce key does not wait behind others that do.
-type SetId = PerPart<(CoreId, Key, bool, Option<Key>)>;
+/// What identifies a set.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct SetId {
+    /// Limiter, key and host of each part, and whether the requests cost something of it. A request that needs nothing of
+    /// a scarce key does not wait behind others that do.
+    parts: PerPart<(CoreId, Key, bool, Option<Key>)>,
+    /// The kind of the requests, if a key is under suspicion: a hold of one kind does not stop the others.
+    kind: Option<Key>,
+}
 
 /// The sets whose first part is of one limiter.
 #[derive(Debug, Default)]
@@ -124,18 +130,26 @@ pub(super) struct WantedSlot {
     pub(super) given_up: Option<Slots>,
 }
 
-/// Returns what identifies the set of `parts`.
-fn id_of(parts: &[PartRef<'_>]) -> SetId {
-    parts
-        .iter()
-        .map(|PartRef { core, entry }| (core.id, entry.key, entry.cost > 0, entry.host))
-        .collect()
+impl SetId {
+    fn new(parts: &[PartRef<'_>], kind: Option<Key>) -> Self {
+        let parts = parts
+            .iter()
+            .map(|PartRef { core, entry }| (core.id, entry.key, entry.cost > 0, entry.host));
+        SetId {
+            parts: parts.collect(),
+            kind,
+        }
+    }
 }
 
 impl JointSets {
-    /// Returns the set of the requests with these parts.
-    pub(in crate::limiter) fn find(&self, parts: &[PartRef<'_>]) -> Arc<JointSet> {
-        let id = id_of(parts);
+    /// Returns the set of the requests with these parts, of this kind if a key is under suspicion.
+    pub(in crate::limiter) fn find(
+        &self,
+        parts: &[PartRef<'_>],
+        kind: Option<Key>,
+    ) -> Arc<JointSet> {
+        let id = SetId::new(parts, kind);
         let mut sets = lock(&self.sets);
         if let Some(set) = sets.get(&id).and_then(Weak::upgrade) {
             return set;
@@ -150,15 +164,20 @@ impl JointSets {
         set
     }
 
-    /// Returns whether requests with these parts wait. Then no other such request may overtake
+    /// Returns whether requests with these parts wait, of any kind. Then no other such request may overtake
     /// them.
     pub(in crate::limiter) fn is_any_waiting(&self, parts: &[PartRef<'_>]) -> bool {
         if self.count.load(Ordering::Relaxed) == 0 {
             return false;
         }
-        // The map is unlocked before a set of which this is the last use is dropped.
-        let set = lock(&self.sets).get(&id_of(parts)).and_then(Weak::upgrade);
-        set.is_some_and(|set| set.waiting() > 0)
+        let first = SetId::new(parts, None);
+        let sets = lock(&self.sets);
+        let alike = sets.range(&first..);
+        let alike = alike.take_while(|(id, _)| id.parts == first.parts);
+        let alike: Vec<_> = alike.filter_map(|(_, set)| set.upgrade()).collect();
+        // A set of which this is the last use locks the map when it is dropped.
+        drop(sets);
+        alike.iter().any(|set| set.waiting() > 0)
     }
 
     /// Refuses the requests whose joint slot is later than `by`.

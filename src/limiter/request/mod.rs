@@ -109,7 +109,7 @@ impl Request {
         suspect: Option<Box<Suspect>>,
     ) -> Self {
         Request {
-            line: RequestLine::of(parts),
+            line: RequestLine::of(parts, suspect.as_ref().map(|suspect| suspect.kind)),
             place: LinePlace {
                 number: next_number(),
                 costs: parts.iter().map(|part| part.entry.cost).collect(),
