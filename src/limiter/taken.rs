@@ -266,13 +266,6 @@ impl Taken {
         slots.any(|slot| slot.is_lost(now))
     }
 
-    /// Returns whether the request leaves as a probe.
-    pub(super) fn is_probe(&self) -> bool {
-        self.rest
-            .as_ref()
-            .is_some_and(|rest| !rest.probes.is_empty())
-    }
-
     /// Returns whether the slots of the request are valid.
     pub(super) fn is_valid(&self) -> bool {
         self.deadline().is_none_or(|until| clock::now() < until)

@@ -88,7 +88,7 @@ impl Wait {
             return Err(self.refuse(Reason::Deadline));
         }
         let is_expired = taken.deadline().is_some_and(|until| until <= now);
-        let is_held = !taken.is_probe() && self.request.held(now).is_some();
+        let is_held = self.request.held(now).is_some();
         let is_stopped = is_expired || is_held || self.gates.iter().any(OpenRequest::is_drained);
         if !is_stopped && !taken.has_lost_slot(now) {
             for gate in &mut self.gates {
