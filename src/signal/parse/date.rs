@@ -18,7 +18,7 @@ pub(in crate::signal) fn read(text: &str, now: i64) -> Option<i64> {
 /// Parses an HTTP date (RFC 9110, section 5.6.7).
 pub(in crate::signal) fn http(text: &str, now: i64) -> Option<i64> {
     let forms = [
-        // `Thu, 01 Jan 2026 00:02:00 GMT`
+        // `Thu, 01 Jan 2026 00:02:00 GMT`; Java does not pad the day, and Python ends with `-0000`.
         "%a, %d %b %Y %H:%M:%S %Z",
         // `Thursday, 01-Jan-26 00:02:00 GMT`
         "%a, %d-%b-%y %H:%M:%S GMT",
@@ -62,16 +62,17 @@ fn script(text: &str) -> Option<i64> {
     is_named.then_some(at - offset(zone)?)
 }
 
-/// `+hh:mm` or `+hhmm`
+/// `+hh:mm`, `+hhmm` or `+hh`
 fn offset(text: &str) -> Option<i64> {
     let time = text.strip_prefix(['+', '-'])?;
-    let (offset, rest) = scan("%H:%M", time, 0).or_else(|| scan("%H%M", time, 0))?;
+    let forms = ["%H:%M", "%H%M", "%H"];
+    let (offset, rest) = forms.iter().find_map(|form| scan(form, time, 0))?;
     let sign = if text.starts_with('-') { -1 } else { 1 };
     rest.is_empty().then_some(sign * offset)
 }
 
 fn is_utc(zone: &str) -> bool {
-    ["GMT", "UTC", "+0000"]
+    ["GMT", "UTC", "+0000", "-0000"]
         .iter()
         .any(|utc| zone.eq_ignore_ascii_case(utc))
 }
@@ -81,7 +82,7 @@ const MONTHS: [&str; 12] = [
 ];
 
 /// Parses the start of a text by its form, as `strptime` does: `%a` is any word, because the day of the week is
-/// not checked, `%e` is a day of two places, and `%Z` is UTC. Returns the milliseconds since 1970 and the rest. A date that the form does not state is
+/// not checked, `%d` is a day of one or two digits, `%e` is one of two places, and `%Z` is UTC. Returns the milliseconds since 1970 and the rest. A date that the form does not state is
 /// the first day of 1970.
 fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
     let (mut year, mut month, mut day, mut time) = (1970, 1, 1, 0);
@@ -108,6 +109,7 @@ fn scan<'a>(form: &str, text: &'a str, now: i64) -> Option<(i64, &'a str)> {
             'Z' if is_utc(rest) => (0, ""),
             'Z' => return None,
             'Y' => digits(rest, 4)?,
+            'd' => digits(rest, 2).or_else(|| digits(rest, 1))?,
             _ => digits(rest, 2)?,
         };
         match field {
@@ -183,6 +185,9 @@ mod tests {
     fn every_form_is_read() {
         for (text, after) in [
             ("Thu, 01 Jan 2026 00:02:00 GMT", 120_000),
+            ("Thu, 1 Jan 2026 00:02:00 GMT", 120_000),
+            ("Thu, 01 Jan 2026 00:02:00 -0000", 120_000),
+            ("2026-01-01 01:02:00+01", 120_000),
             ("thu, 01 JAN 2026 00:02:00 utc", 120_000),
             ("Thu, 01 Jan 2026 00:00:60 +0000", 60_000),
             ("Thursday, 01-Jan-26 00:02:00 GMT", 120_000),

@@ -197,8 +197,10 @@ fn tcp() -> TcpSettings {
 
 /// Reads a URL. Its text may have a password, so no error shows it.
 fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
-    let scheme = url.split_once("://").map(|(scheme, _)| scheme);
-    if matches!(scheme, Some("rediss" | "valkeys")) {
+    // As the parser of URLs reads it.
+    let scheme = url.trim_start().split_once("://");
+    let scheme = scheme.map(|(scheme, _)| scheme.to_ascii_lowercase());
+    if matches!(scheme.as_deref(), Some("rediss" | "valkeys")) {
         tls_is_there()?;
     }
     let info = url.into_connection_info().map_err(refused)?;
@@ -240,7 +242,11 @@ mod tests {
 
     #[test]
     fn missing_tls_is_an_error_naming_the_feature() {
-        for url in ["rediss://:geheim@127.0.0.1/", "valkeys://127.0.0.1/"] {
+        for url in [
+            "rediss://:geheim@127.0.0.1/",
+            "valkeys://127.0.0.1/",
+            " REDISS://127.0.0.1/",
+        ] {
             let error = server(url).map(|_| ()).unwrap_err().to_string();
             assert!(
                 error.contains("redis-tls-rustls") && !error.contains("geheim"),
