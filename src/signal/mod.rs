@@ -299,8 +299,8 @@ impl Signal {
     /// much load. `None` if it did not refuse.
     ///
     /// The statuses 429, 420, 430, 509 and 529 are always refusals. 400, 402, 403, 418 and 503 are
-    /// refusals if the response has some evidence. Evidence is a time to retry, a quota that is
-    /// used up, a header or an error code. Each other status is a refusal if the response has an
+    /// refusals if the response has some evidence. Evidence is a time to retry, a header or an error
+    /// code; for 402, 403 and 503 also a quota that is used up. Each other status is a refusal if the response has an
     /// error code of a limit, or a body that says the same, except redirections (300 to 399). The
     /// [guide](crate::signal#which-responses-are-refusals) has the table.
     #[doc(alias = "429")]
