@@ -72,13 +72,14 @@ impl Kinds {
         Ok(())
     }
 
-    /// Takes in the refusal of a request. The key may be on hold. Returns for how long the kind is held, if the refusal is
-    /// about its kind alone.
+    /// Takes in the refusal of a request. The key may be on hold. Returns for how long the kind is held, at most
+    /// `max_hold`, if the refusal is about its kind alone.
     pub(super) fn refused(
         &mut self,
         kind: Option<Key>,
         is_held: bool,
         stated: Option<Duration>,
+        max_hold: Duration,
         now: Instant,
     ) -> Option<Duration> {
         if !self.suspicion.refused(kind, is_held, now) {
@@ -88,7 +89,8 @@ impl Kinds {
         let known = self.held.iter().position(|held| held.kind == kind);
         let before = known.map(|index| self.held.swap_remove(index).span);
         let span = before.map_or(FIRST, |span| LONGEST.min(span * 2));
-        let left = stated.unwrap_or(span);
+        let span = span.min(max_hold);
+        let left = stated.map_or(span, |stated| stated.min(max_hold));
         let until = clock::after(now, left);
         self.suspicion.lasts_beyond(until);
         self.held.push(HeldKind {
@@ -134,7 +136,7 @@ mod tests {
             kinds.accepted(other, at(sent + 5));
             sent += 10;
             let stated = Some(Duration::from_secs(60));
-            _ = kinds.refused(Some(kind), false, stated, at(sent));
+            _ = kinds.refused(Some(kind), false, stated, LONGEST, at(sent));
             assert!(sent < 1000, "the kind is never found");
         }
         kinds.accepted(kind, start);

@@ -197,6 +197,11 @@ impl PacedQueue {
         })
     }
 
+    /// Returns whether the pace obeys the waits that refusals state.
+    pub(super) fn is_careful(&self) -> bool {
+        self.local.pace_state.pace.is_careful()
+    }
+
     /// Returns what the pace knows, for [`restore_pace`](Self::restore_pace). `None` if processes share it, or if it is one
     /// of a user that cannot be saved.
     pub(super) fn save_pace(&mut self, now: Instant) -> Option<SavedPace> {

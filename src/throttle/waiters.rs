@@ -273,7 +273,7 @@ impl Waiters {
         self.last_used = now;
         if let Some(left) = self.is_about_kind(flight.sent(), answer, now) {
             self.lost(flight, now, wakers);
-            let held = Some((left, Cause::Kind));
+            let held = (!left.is_zero()).then_some((left, Cause::Kind));
             return Ended { back: None, held };
         }
         let mut number = flight.number;
@@ -317,6 +317,10 @@ impl Waiters {
         answer: &TurnAnswer<'_>,
         now: Instant,
     ) -> Option<Duration> {
+        if !self.queue.is_careful() {
+            // There is no pace to protect, and no request is kept back.
+            return None;
+        }
         let TurnAnswer { signal, kind, .. } = *answer;
         self.kinds.take_if(|kinds| kinds.is_over(now));
         if signal.refusal().is_none() {
@@ -327,12 +331,11 @@ impl Waiters {
         }
         let is_held = self.queue.held_until().is_some_and(|until| until > now);
         let stated = signal.retry_after();
-        let stated = stated.map(|stated| stated.min(answer.max_hold));
         let kinds = match &mut self.kinds {
             Some(kinds) => kinds,
             none => none.insert(Box::new(Kinds::new(self.queue.save_pace(now), now))),
         };
-        let left = kinds.refused(kind, is_held, stated, now)?;
+        let left = kinds.refused(kind, is_held, stated, answer.max_hold, now)?;
         // During a hold of another cause, such as that of an operator, the pace stays as it is.
         if !is_held && let Some(before) = kinds.take_pace_before(now) {
             self.queue.restore_pace(&before, now);

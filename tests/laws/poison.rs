@@ -7,6 +7,7 @@ use http::header::AUTHORIZATION;
 use http::{HeaderValue, Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
+use tollgate::pace::NoPacing;
 use tollgate::stats::{Cause, Event};
 use tollgate::store::{Background, Lease, LeaseRequest, MemoryStore, Store, StoreReply, Task};
 use tollgate::{
@@ -214,6 +215,28 @@ fn throttle() -> (AdaptiveThrottleLayer, Holds) {
     let holds = Holds::default();
     let builder = AdaptiveThrottleLayer::builder().on_event(noting(&holds));
     (builder.build().unwrap(), holds)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_throttle_without_holds_keeps_no_kind_back() {
+    let builder = AdaptiveThrottleLayer::builder;
+    let without_holds = [
+        builder().pace(|| NoPacing),
+        builder().max_hold(Duration::ZERO),
+    ];
+    for builder in without_holds {
+        let holds = Holds::default();
+        let layer = builder.on_event(noting(&holds)).build().unwrap();
+        let server = server(|request| request.uri().path() == "/v1/bad");
+        let service = ServiceBuilder::new().layer(layer).service(server);
+        let seen = run(service, &[("POST", "/v1/bad")], GAP, 30).await;
+        assert_eq!((seen.refused, seen.kept_back), (30, 0), "{:?}", seen.others);
+        let holds = holds.lock().unwrap();
+        assert!(
+            holds.iter().all(|(cause, _)| *cause != Cause::Kind),
+            "{holds:?}"
+        );
+    }
 }
 
 #[tokio::test(start_paused = true)]
