@@ -58,8 +58,10 @@ mod sync_task;
 mod waiters;
 
 use std::fmt;
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
+use std::iter;
 use std::ops::ControlFlow;
+use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -76,6 +78,7 @@ use crate::config_error::ConfigError;
 use crate::error::{Limited, Reason, StoreError};
 use crate::events;
 use crate::guarded::Guarded;
+use crate::join::join_all;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
 use crate::refused::RefusedRequest;
@@ -296,17 +299,14 @@ impl Throttle {
             true => self.change(key, now, |waiters, wakers| waiters.release(now, wakers)),
             false => Ok(None),
         };
-        let released = match change {
-            Ok(change) => {
-                events::released(self.core.tally(), &self.label(key, None));
-                self.written(key, change).await
-            }
-            Err(full) => Err(full),
-        };
-        match stop {
-            Some(stop) => released.and(stop.await),
-            None => released,
-        }
+        let change = change.inspect(|_| {
+            events::released(self.core.tally(), &self.label(key, None));
+        });
+        // Both are begun with the first poll: the caller may drop the future after it.
+        let written: Pin<Box<dyn Future<Output = _> + Send + '_>> =
+            Box::pin(async move { self.written(key, change?).await });
+        let all = iter::once(written).chain(stop);
+        join_all(all).await.into_iter().collect()
     }
 
     /// Ends the use of this throttle, for the shutdown of a process: lets the requests leave that wait and

@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use futures::FutureExt;
 use http::{Request, Response, StatusCode};
 use proptest::prelude::*;
 use proptest::test_runner::{FileFailurePersistence, TestCaseResult};
@@ -655,6 +656,33 @@ async fn throttle_has_a_guard_too() {
     let refused = Signal::default().with_refusal(StatusCode::TOO_MANY_REQUESTS);
     by_hand.answered(&refused);
     assert_eq!(count_of(&layer.throttle().stats(), "guard_trips"), 2);
+}
+
+/// Its caller may end with a timeout while the register is written.
+#[tokio::test(start_paused = true)]
+async fn a_dropped_release_of_a_throttle_ends_the_stop_of_the_fleet() {
+    let store = Arc::new(MemoryStore::default());
+    let process = || {
+        let guard = guard(1).key(|_| Key::new("our address"));
+        let builder = AdaptiveThrottleLayer::builder().guard(guard);
+        let layer = builder.store(store.clone()).build().unwrap();
+        layer.throttle()
+    };
+    let (one, other) = (process(), process());
+    let forbidden = Signal::default().with_refusal(StatusCode::FORBIDDEN);
+    for _ in 0..2 {
+        let permit = one.acquire(Key::ALL).await.unwrap();
+        permit.answered(&forbidden);
+    }
+    sleep(secs(2)).await;
+    assert!(other.acquire(Key::ALL).await.is_err());
+    assert!(one.release(Key::ALL).now_or_never().is_none());
+    sleep(secs(2)).await;
+    // A key that gets its state now would begin on hold.
+    for throttle in [one, other] {
+        let permit = throttle.acquire(Key::new("later")).await.unwrap();
+        permit.give_back();
+    }
 }
 
 #[test]
