@@ -16,7 +16,7 @@ use crate::admission::Admission;
 use crate::clock;
 use crate::error::{Limited, Reason};
 use crate::key::{HostKey, RequestInfo, RequestRef};
-use crate::limiter::{Because, Waited, refusal_of_throttle};
+use crate::limiter::{Because, Waited};
 #[cfg(doc)]
 use crate::pacing::Fair;
 use crate::signal::ResponseInfo;
@@ -160,13 +160,7 @@ impl Gate for AdaptiveThrottleLayer {
             deadline,
         };
         let label = || self.throttle.label(key, Some(&RequestRef::new(request)));
-        let begun = match refusal_of_throttle() {
-            Some(reason) => {
-                let (never, now) = (Refusal::NEVER, clock::now());
-                (self.throttle).refuse(Some(key), reason, label(), never, now)
-            }
-            None => self.throttle.begin(entry, label),
-        };
+        let begun = self.throttle.begin(entry, label);
         if let Some(name_of) = &self.extractors.key_name
             && self.throttle.is_unnamed(key)
             && let Some(name) = name_of(&RequestRef::new(request))

@@ -81,6 +81,7 @@ use crate::guarded::Guarded;
 use crate::join::join_all;
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::Full;
+use crate::limiter::refusal_of_throttle;
 use crate::refused::RefusedRequest;
 use crate::stats::{Cause, Drained, Engine, KeyStats, Stats, drain_gate};
 use crate::store::Refusal;
@@ -398,6 +399,9 @@ impl Throttle {
         let settings = &self.core.settings;
         let bound = WaitBound::new(deadline, now, settings.max_wait, Duration::ZERO);
         let max_queue = settings.max_queue;
+        if let Some(reason) = refusal_of_throttle() {
+            return self.refuse(Some(key), reason, label(), Refusal::NEVER, now);
+        }
         if self.core.tally().is_draining() {
             return self.refuse(Some(key), Reason::Draining, label(), Refusal::NEVER, now);
         }

@@ -11,7 +11,9 @@ use http::{Request, Response};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tollgate::stats::Event;
-use tollgate::{AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason};
+use tollgate::{
+    AdaptiveThrottleLayer, Key, Limited, Limiter, Quota, RateLimitLayer, Reason, Throttle,
+};
 use tower::util::BoxCloneService;
 use tower::{BoxError, Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -66,6 +68,17 @@ fn by_hand(limiter: Limiter, inner: Client) -> Client {
     }))
 }
 
+/// A service that acquires a permit of `throttle` by hand before it calls `inner`.
+fn by_hand_at_throttle(throttle: Throttle, inner: Client) -> Client {
+    BoxCloneService::new(service_fn(move |request: Request<String>| {
+        let (throttle, inner) = (throttle.clone(), inner.clone());
+        async move {
+            let _permit = throttle.acquire(Key::ALL).await?;
+            inner.oneshot(request).await
+        }
+    }))
+}
+
 fn request() -> Request<String> {
     Request::get("http://h/").body(String::new()).unwrap()
 }
@@ -85,6 +98,10 @@ async fn layers_inside_another_are_refused_by_name() {
         ("service between", later(Duration::ZERO, inside())),
         ("joined layers", boxed(joint.layer(upstream(&log)))),
         ("by hand", by_hand(inner.limiter(), upstream(&log))),
+        (
+            "throttle by hand",
+            by_hand_at_throttle(AdaptiveThrottleLayer::new().throttle(), upstream(&log)),
+        ),
         (
             "throttle",
             boxed(AdaptiveThrottleLayer::new().layer(upstream(&log))),
