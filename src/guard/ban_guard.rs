@@ -136,9 +136,9 @@ impl BanGuard {
         // What got no permit counts all the same, also once the store is back.
         self.all.charge(bad.counted);
         let is_over = match limited {
-            Limited::Store { .. } => match alone {
-                CountedUnit::Now(outcome) => outcome.is_err(),
-                CountedUnit::Later(_) => false,
+            Limited::Store { .. } => match &alone {
+                CountedUnit::Now(Err(limited)) => is_used_up(limited),
+                CountedUnit::Now(Ok(())) | CountedUnit::Later(_) => false,
             },
             Limited::Local {
                 reason: Reason::Held,
@@ -149,12 +149,7 @@ impl BanGuard {
                 self.heard(bad.counted, self.all.held(bad.counted));
                 false
             }
-            Limited::Local {
-                reason: Reason::MaxWait(_),
-                ..
-            } => true,
-            // No room for the key, or a limiter that ends.
-            _ => false,
+            limited => is_used_up(&limited),
         };
         if is_over {
             self.trip(bad);
@@ -233,6 +228,12 @@ impl BanGuard {
             }
         }
     }
+}
+
+/// Returns whether a bad answer was not counted because the quota is used up. Otherwise there is no room for its key, or
+/// the limiter ends.
+fn is_used_up(limited: &Limited) -> bool {
+    matches!(limited.reason(), Some(Reason::MaxWait(_)))
 }
 
 impl Watch for BanGuard {
