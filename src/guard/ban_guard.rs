@@ -166,11 +166,12 @@ impl BanGuard {
             return;
         };
         self.trips.fetch_add(1, Ordering::Relaxed);
-        gate.report(bad.key, &self.quota, span, number);
         // The guards of the other processes hear of the stop first, then their gates.
         self.all.hold(bad.counted, span);
         gate.clone().hold(bad.key, span);
         self.hold_all(bad.counted, span);
+        // A function of the user takes this event, and may panic.
+        gate.report(bad.key, &self.quota, span, number);
     }
 
     /// Holds the keys of all gates that count under `counted`. Counts and reports each that is new.

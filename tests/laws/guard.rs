@@ -3,6 +3,7 @@
 use crate::support;
 
 use std::future::Future;
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, Weak};
@@ -779,6 +780,18 @@ async fn events_and_stats_say_what_happened_without_the_key() {
         .find(|stats| stats.name() == "github guard")
         .unwrap();
     assert_eq!(counted.requests().passed, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_key_is_stopped_although_the_handler_of_its_trip_panics() {
+    let layer = builder(guard(1)).on_event(|event| {
+        assert!(!matches!(event, Event::GuardTripped { .. }), "once");
+    });
+    let mut service = layer.build().unwrap().layer(Server::answering(401));
+    fails(&mut service, 1).await;
+    let tripped = AssertUnwindSafe(call(&mut service, "http://a/"));
+    _ = tripped.catch_unwind().await;
+    assert!(near(stopped(&mut service, "http://a/").await, 60));
 }
 
 #[test]
