@@ -24,9 +24,13 @@ pub(super) fn build(
     let quotas = Arc::new(Quotas::new(quota, None, Slacks::DEFAULT, late));
     let spec = Arc::new(quotas.limits(quota, 0)?);
     let name = format!("{} guard", common.name());
-    let counting_in = move |store| limiter(spec.clone(), quotas.clone(), &name, store, max_keys);
-    let all = counting_in(store.clone());
-    let alone = Box::new(move || counting_in(Arc::new(MemoryStore::new(max_keys))));
+    let counting_in =
+        move |store, tally| limiter(spec.clone(), quotas.clone(), tally, store, max_keys);
+    let all = counting_in(store.clone(), Tally::of_guard(&name));
+    let alone = Box::new(move || {
+        let tally = Tally::of_guard(&name).second();
+        counting_in(Arc::new(MemoryStore::new(max_keys)), tally)
+    });
     Ok(Some(BanGuard::new(guard, all, alone, max_keys)))
 }
 
@@ -34,7 +38,7 @@ pub(super) fn build(
 fn limiter(
     spec: Arc<LimitSpec>,
     quotas: Arc<Quotas>,
-    name: &str,
+    tally: Tally,
     store: Arc<dyn Store>,
     max_keys: usize,
 ) -> Limiter {
@@ -44,7 +48,7 @@ fn limiter(
         quotas,
         is_further_unit: false,
         name: None,
-        tally: Tally::of_guard(name),
+        tally,
         store: store.clone(),
         shared_store: store,
         fallback: None,

@@ -138,7 +138,7 @@ impl Core {
             read_marks();
         }
         drop(cores);
-        stats::register(Arc::downgrade(&core) as _);
+        stats::register(&core);
         let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
         core.settings.store.listen(listener);
         core

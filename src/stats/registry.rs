@@ -136,13 +136,19 @@ fn busiest_of(mut all: Vec<(usize, u64, Key)>, most: usize) -> Vec<Key> {
 /// The gates, the oldest first.
 static GATES: Mutex<Vec<Weak<dyn Engine>>> = Mutex::new(Vec::new());
 
-/// Adds a gate, which calls [`unregister`] when it is dropped.
-pub(crate) fn register(gate: Weak<dyn Engine>) {
-    lock(&GATES).push(gate);
+/// Adds a gate, which calls [`unregister`] when it is dropped. Not one whose requests another gate counts, too.
+pub(crate) fn register(gate: &Arc<impl Engine + 'static>) {
+    if !gate.tally().is_second() {
+        let gate = Arc::downgrade(gate);
+        lock(&GATES).push(gate);
+    }
 }
 
 /// Removes a gate that is being dropped, after an exporter has its last counts.
 pub(crate) fn unregister(gate: &dyn Engine) {
+    if gate.tally().is_second() {
+        return;
+    }
     // Also if a function of the user panics, such as one that names a key.
     let _removed = Removed(gate);
     #[cfg(feature = "metrics")]

@@ -58,6 +58,8 @@ pub(crate) struct Tally {
     name: Arc<str>,
     /// Whether it counts the bad answers of a [ban guard](crate::Guard): each is a request here.
     is_of_guard: bool,
+    /// Whether another gate of the same name counts the same requests: then the registry leaves this one out.
+    is_second: bool,
     handler: Option<Arc<Handler>>,
     /// The requests of keys without state, by outcome.
     requests: [AtomicU64; Outcome::ALL.len()],
@@ -182,6 +184,18 @@ impl Tally {
             is_of_guard: true,
             ..Tally::new(name, None)
         }
+    }
+
+    /// Makes this the counts of requests that another gate of this name counts, too.
+    pub(crate) fn second(self) -> Self {
+        Tally {
+            is_second: true,
+            ..self
+        }
+    }
+
+    pub(super) fn is_second(&self) -> bool {
+        self.is_second
     }
 
     /// Sets how many keys have metrics of their own.

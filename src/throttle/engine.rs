@@ -101,7 +101,7 @@ impl ThrottleCore {
             keys,
             shared,
         });
-        stats::register(Arc::downgrade(&core) as _);
+        stats::register(&core);
         if let Some(SharedPace { store, .. }) = &core.shared {
             let listener: Weak<dyn StoreListener> = Arc::downgrade(&core) as _;
             store.listen(listener);
