@@ -386,6 +386,12 @@ impl PacedQueue {
         })
     }
 
+    /// Returns whether this process has released the key, and the register does not have that yet.
+    pub(super) fn has_unwritten_release(&self) -> bool {
+        let sharing = self.sharing.as_ref();
+        sharing.is_some_and(|sharing| sharing.log.has_release())
+    }
+
     /// Returns when the compare-and-set under way was sent.
     pub(super) fn cas_sent_at(&self) -> Option<Instant> {
         self.sharing.as_ref()?.cas_sent_at()

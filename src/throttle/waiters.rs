@@ -570,7 +570,10 @@ impl Evict for Waiters {
     type Now = Instant;
 
     fn idle_from(&self) -> Option<Instant> {
-        let is_idle = self.waits.is_empty() && self.queue.in_flight() == 0;
+        // Other processes hear of a release once the store is back. Its key has to be kept until then.
+        let is_idle = self.waits.is_empty()
+            && self.queue.in_flight() == 0
+            && !self.queue.has_unwritten_release();
         is_idle.then(|| {
             self.queue
                 .held_until()

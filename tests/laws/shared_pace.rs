@@ -13,7 +13,7 @@ use tollgate::signal::{ObservedQuota, ResponseInfo};
 use tollgate::store::{
     Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreReply,
 };
-use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, Deadline, Key, Signal};
+use tollgate::{AdaptiveThrottleBuilder, AdaptiveThrottleLayer, Deadline, Key, Reason, Signal};
 use tower::{BoxError, Layer, ServiceExt, service_fn};
 
 use support::{count_of, ms, now, pass, soon};
@@ -404,6 +404,26 @@ async fn release_without_store_is_shared_when_store_returns() {
         "{:?}",
         now() - start
     );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_released_key_keeps_its_place_until_the_store_returns() {
+    let remote = Remote::new(ms(20));
+    let builder = one_a_second(remote.clone()).max_keys(1);
+    let one = builder.build().unwrap().throttle();
+    let other = layer(&remote).throttle();
+    let hold = one.hold_for(Key::ALL, Duration::from_secs(3600));
+    hold.await.unwrap();
+    remote.away.store(true, Ordering::Relaxed);
+    assert!(one.release(Key::ALL).await.is_err());
+    let full = one.acquire(Key::new("another")).await.unwrap_err();
+    assert_eq!(full.reason(), Some(Reason::TooManyKeys(1)));
+    remote.away.store(false, Ordering::Relaxed);
+    pass(ms(10_000)).await;
+    let start = now();
+    soon(other.acquire(Key::ALL)).await.unwrap().give_back();
+    assert!(now() - start < Duration::from_secs(60));
+    one.acquire(Key::new("another")).await.unwrap().give_back();
 }
 
 #[tokio::test(start_paused = true)]
