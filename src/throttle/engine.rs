@@ -10,9 +10,11 @@ use std::time::{Duration, Instant};
 
 use super::pace_state::PaceState;
 use super::paced_queue::PacedQueue;
+use super::sync_state::StoreChange;
 use super::waiters::Waiters;
 use crate::clock;
 use crate::config_error::ConfigError;
+use crate::events;
 use crate::guarded::{NewKey, Watch};
 use crate::key::{Key, Label, RequestRef};
 use crate::key_map::{Full, KeyMap};
@@ -70,6 +72,8 @@ struct Effects {
     wakers: Wakers,
     /// The number of the sync task to start, if the key needs one.
     sync_task: Option<u64>,
+    /// How the store's reachability has changed, if it has.
+    store_change: Option<StoreChange>,
 }
 
 impl ThrottleCore {
@@ -209,6 +213,7 @@ impl ThrottleCore {
         waiters.wake(&mut effects.wakers);
         if self.is_shared() {
             effects.sync_task = waiters.needs_sync_task(clock::now(), &mut effects.wakers);
+            effects.store_change = waiters.sync.take_change();
         }
         done
     }
@@ -217,6 +222,12 @@ impl ThrottleCore {
         effects.wakers.wake();
         if let (Some(number), Some(shared)) = (effects.sync_task, &self.shared) {
             (shared.start_sync)(self, key, number);
+        }
+        let (tally, label) = (&self.settings.tally, || self.label(key, None));
+        match effects.store_change {
+            Some(StoreChange::Away(error)) => events::pace_alone(tally, &label(), &error),
+            Some(StoreChange::Back) => events::pace_shared(tally, &label()),
+            None => {}
         }
     }
 }

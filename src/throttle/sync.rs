@@ -11,10 +11,11 @@ use std::time::{Duration, Instant};
 
 use super::event_log::LogMark;
 use super::paced_queue::PacedQueue;
-use super::sync_state::CasRequest;
+use super::sync_state::{CasRequest, StoreChange};
 use crate::clock;
 use crate::error::StoreError;
 use crate::rng::dice;
+use crate::store::Register;
 use crate::wakers::{Wakers, add_task};
 
 /// A sync task that was called and has not run within this time belongs to a runtime that makes no
@@ -30,6 +31,8 @@ pub(super) struct SyncSupervisor {
     /// The task that serves the key.
     task: Option<RunningTask>,
     written_wakers: Vec<Waker>,
+    /// How the store's reachability has changed, until that is reported.
+    change: Option<StoreChange>,
 }
 
 #[derive(Debug)]
@@ -97,9 +100,24 @@ impl SyncSupervisor {
         ControlFlow::Continue(late_at.unwrap_or_else(|| clock::after(now, LONGEST_START)))
     }
 
-    /// Wakes the tasks that wait until the register is written.
-    pub(super) fn wake_written(&mut self, wakers: &mut Wakers) {
+    /// Ends the compare-and-set under way with the store's `answer`, and wakes the tasks that wait until the register is
+    /// written.
+    pub(super) fn cas_answered(
+        &mut self,
+        queue: &mut PacedQueue,
+        answer: Result<Register, StoreError>,
+        now: Instant,
+        wakers: &mut Wakers,
+    ) {
+        if let Some(change) = queue.cas_answered(answer, now) {
+            self.change = Some(change);
+        }
         wakers.add(self.written_wakers.drain(..));
+    }
+
+    /// Returns how the store's reachability has changed since the last call, if it has.
+    pub(super) fn take_change(&mut self) -> Option<StoreChange> {
+        self.change.take()
     }
 
     /// Gives up the task if it is late: its runtime makes no progress, or the store does not answer.
@@ -194,8 +212,7 @@ impl SyncSupervisor {
 
     /// Ends the task that serves the key. Its compare-and-set counts as lost.
     fn end_task(&mut self, queue: &mut PacedQueue, now: Instant, wakers: &mut Wakers) {
-        queue.cas_answered(Err(StoreError::Lost), now);
         self.task = None;
-        self.wake_written(wakers);
+        self.cas_answered(queue, Err(StoreError::Lost), now, wakers);
     }
 }

@@ -10,12 +10,10 @@ use std::time::Duration;
 
 use super::engine::{SharedPace, ThrottleCore};
 use super::sync::NextSync;
-use super::sync_state::{CasRequest, StoreChange};
+use super::sync_state::CasRequest;
 use crate::clock::{self, Timer};
 use crate::error::StoreError;
-use crate::events;
 use crate::key::Key;
-use crate::stats::Engine;
 use crate::store::{Register, RegisterRequest, spawn, unless_lost};
 use crate::wakers::Wakers;
 
@@ -87,17 +85,9 @@ impl SyncTask {
 
     fn answered(&self, answer: Result<Register, StoreError>) {
         let now = clock::now();
-        let change = self.core.at(self.key, |waiters, wakers| {
+        self.core.at(self.key, |waiters, wakers| {
             waiters.cas_answered(self.number, answer, now, wakers)
         });
-        let Some(change) = change.flatten() else {
-            return;
-        };
-        let (tally, label) = (self.core.tally(), self.core.label(self.key, None));
-        match change {
-            StoreChange::Away(error) => events::pace_alone(tally, &label, &error),
-            StoreChange::Back => events::pace_shared(tally, &label),
-        }
     }
 
     /// Lets go of the key. The runtime may be shutting down, so this starts no other task.

@@ -14,7 +14,6 @@ use std::time::{Duration, Instant};
 use super::kinds::Kinds;
 use super::paced_queue::{Flight, PacedQueue};
 use super::sync::SyncSupervisor;
-use super::sync_state::StoreChange;
 use crate::clock::{self, SleepMark};
 use crate::error::{Reason, StoreError};
 use crate::key::Key;
@@ -527,15 +526,12 @@ impl Waiters {
         answer: Result<Register, StoreError>,
         now: Instant,
         wakers: &mut Wakers,
-    ) -> Option<StoreChange> {
-        if !self.sync.is_served_by(number) {
-            return None;
+    ) {
+        if self.sync.is_served_by(number) {
+            let held_before = self.queue.held_until();
+            self.sync.cas_answered(&mut self.queue, answer, now, wakers);
+            self.peers_changed(held_before, now, wakers);
         }
-        let held_before = self.queue.held_until();
-        let change = self.queue.cas_answered(answer, now);
-        self.sync.wake_written(wakers);
-        self.peers_changed(held_before, now, wakers);
-        change
     }
 
     /// Notes that sync task `number` was dropped with its runtime. Wakes the waiters, whose tasks

@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use http::{HeaderMap, Request, StatusCode};
 use tollgate::pace::{Fair, NoPacing};
 use tollgate::signal::{ObservedQuota, ResponseInfo};
+use tollgate::stats::Event;
 use tollgate::store::{
     Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreReply,
 };
@@ -639,6 +640,29 @@ fn pace_that_cannot_be_shared_is_refused_with_remedy() {
         .store(Arc::new(MemoryStore::default()));
     let error = builder.build().unwrap_err();
     assert!(error.to_string().contains("pace::Fair"), "{error}");
+}
+
+/// A store that never replies is given up by a later request, and not by its task.
+#[tokio::test(start_paused = true)]
+async fn outages_of_a_silent_store_are_reported() {
+    let remote = Remote::new(ms(20));
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let events = told.clone();
+    let builder = one_a_second(remote.clone()).on_event(move |event| match event {
+        Event::Alone { .. } => events.lock().unwrap().push("alone"),
+        Event::Together { .. } => events.lock().unwrap().push("together"),
+        _ => {}
+    });
+    let throttle = builder.build().unwrap().throttle();
+    for is_mute in [false, true, false] {
+        remote.mute.store(is_mute, Ordering::Relaxed);
+        for _ in 0..30 {
+            let permit = soon(throttle.acquire(Key::ALL)).await.unwrap();
+            drop(permit.answered(&Signal::default()));
+            pass(ms(1000)).await;
+        }
+    }
+    assert_eq!(*told.lock().unwrap(), ["alone", "together"]);
 }
 
 /// A key in use counts as alone for as long as the store cannot be reached, whether it refuses calls or never
