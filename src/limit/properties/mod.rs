@@ -932,6 +932,38 @@ fn costs_above_the_limit_are_refused_at_once() {
     }
 }
 
+/// A bucket that is set begins empty at most: it owes nothing for what the window before remembers.
+#[test]
+fn a_set_bucket_owes_nothing_for_what_was_used() {
+    let (hour, day) = (millis(3_600_000), millis(86_400_000));
+    let window = terms(Quota::new(100, hour));
+    let mut ledger = Ledger::new(&window, START);
+    ledger
+        .book(&window, order(1, 100, START, 10_000), |_| ())
+        .unwrap();
+    let now = START + 60_000_000;
+    let bucket = terms(Quota::bucket(10).refill(100, hour));
+    let change = QuotaChange {
+        kind: ChangeKind::Set,
+        life: day,
+        above: 0,
+    };
+    let version = ledger.change_quota(&bucket, change, now);
+    let bucket = bucket.with_quota_version(version, day);
+    ledger.advance(&bucket, now);
+    let (mut slots, unit) = (Vec::new(), 36_000_000);
+    ledger
+        .book(&bucket, order(1, 10, now + 10 * unit, 10_000), |grant| {
+            slots.push(grant.slot);
+        })
+        .unwrap();
+    assert_eq!(slots[0], now);
+    assert!(
+        slots.last().is_some_and(|last| *last < START + 11 * unit),
+        "{slots:?}"
+    );
+}
+
 /// Two layers with different quotas for one key, or a quota that changed.
 #[test]
 fn the_strictest_stated_quota_applies_until_forgotten() {

@@ -65,7 +65,7 @@ known! {
          200,000 histories: 138 of 135; not yet understood.";
     RESTS_AFTER_SET_QUOTAS: "23",
         "After a quota was set, a bucket may owe units for minutes, and a request for the whole limit wait although \
-         nothing was sent for as long. Seen once in 3000 histories; not yet understood.";
+         nothing was sent for as long. Seen once in 60,000 histories; not yet understood.";
     SETTLED_FIXED_WINDOWS: "24",
         "If requests of classes cost more than the limit of a fixed window, and keys are evicted, units stay used for \
          minutes. Seen once in 200,000 histories; not yet understood.";
