@@ -59,8 +59,9 @@ pub(crate) trait Watch: Send + Sync {
     fn stats(&self) -> GuardStats;
 }
 
-/// Two ends of holds closer than this have one cause, which processes learned at different moments.
-const SAME_CAUSE: Duration = Duration::from_millis(500);
+/// Two ends of holds closer than this have one cause, which processes learned at different moments. Two stops of a guard are
+/// one, which several processes have published.
+pub(crate) const SAME_CAUSE: Duration = Duration::from_millis(500);
 
 /// Returns whether a stop of `span` holds a key for longer than the hold of which so much is `left`, if it has one.
 pub(crate) fn is_longer(span: Duration, left: Option<Duration>) -> bool {

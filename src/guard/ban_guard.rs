@@ -179,8 +179,11 @@ impl BanGuard {
         let keys = self.keys.under(counted);
         for gate in self.gates().filter(|_| !keys.is_empty()) {
             let own = keys.iter().map(|key| gate.own_key(*key));
-            let begun = own.filter(|key| gate.clone().hold_known(*key, span));
-            for (index, key) in begun.enumerate() {
+            // All are on hold before a handler is told of the first: it may panic.
+            let begun: Vec<Key> = own
+                .filter(|key| gate.clone().hold_known(*key, span))
+                .collect();
+            for (index, key) in begun.into_iter().enumerate() {
                 gate.tally().held(Cause::Guard);
                 if index < MOST_EVENTS {
                     gate.tell_hold(key, span, Cause::Guard);

@@ -9,6 +9,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use crate::clock::{self, SleepMark};
+use crate::guarded::SAME_CAUSE;
 use crate::key::Key;
 use crate::locks::lock;
 use crate::store::HoldState;
@@ -54,9 +55,6 @@ pub(super) struct NewStop {
     pub(super) number: u32,
 }
 
-/// Two ends closer than this are one stop, which several processes have published.
-const SAME_STOP: Duration = Duration::from_millis(500);
-
 impl Stops {
     pub(super) fn new(first: Duration, longest: Duration, most: usize) -> Self {
         Stops {
@@ -93,7 +91,7 @@ impl Stops {
 
     /// Returns the number of a stop that lasts for `span`.
     fn number(&self, span: Duration) -> u32 {
-        let at_least = (1..20).find(|number| self.span(*number) + SAME_STOP >= span);
+        let at_least = (1..20).find(|number| self.span(*number) + SAME_CAUSE >= span);
         at_least.unwrap_or(20)
     }
 
@@ -149,7 +147,7 @@ impl Stops {
         self.with(|by_key| {
             let until = clock::after(now, span);
             let last = by_key.stops.get(&key);
-            if last.is_some_and(|last| until <= clock::after(last.until, SAME_STOP)) {
+            if last.is_some_and(|last| until <= clock::after(last.until, SAME_CAUSE)) {
                 return false;
             }
             // A process that does not know of earlier stops stops the key for a shorter time.

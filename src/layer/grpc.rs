@@ -408,7 +408,7 @@ impl<G: Gate> Edge for GrpcLayer<G> {
     type Gate = G;
 }
 
-impl<S: CloneService, G: Gate + Clone> Layer<S> for GrpcLayer<G> {
+impl<S: CloneService, G: Gate> Layer<S> for GrpcLayer<G> {
     type Service = RateLimit<S, Self>;
 
     fn layer(&self, inner: S) -> RateLimit<S, Self> {

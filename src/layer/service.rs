@@ -102,7 +102,7 @@ impl<S, L: Edge> RateLimit<S, L> {
     }
 }
 
-impl<S: Clone, L: Edge<Gate: Clone>> Clone for RateLimit<S, L> {
+impl<S: Clone, L: Edge> Clone for RateLimit<S, L> {
     fn clone(&self) -> Self {
         RateLimit::new(self.gate.clone(), self.inner.clone())
     }

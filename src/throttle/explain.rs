@@ -10,7 +10,7 @@ use super::waiters::Waiters;
 use crate::clock;
 use crate::error::Reason;
 use crate::key::Key;
-use crate::limiter::{Because, Explanation, Held, Shown, Verdict};
+use crate::limiter::{Because, Explanation, Held, Shown, Verdict, refusal_of_throttle};
 use crate::stats::{Cause, Engine};
 
 /// What this process knows of a key.
@@ -86,10 +86,13 @@ fn refused(reason: Reason, retry_after: Option<Duration>, because: Option<Becaus
     }
 }
 
-/// Decides as [`Waiters::arrived`] does. A request that would be refused when its wait is over is
+/// Decides as `Throttle::begin` and [`Waiters::arrived`] do. A request that would be refused when its wait is over is
 /// refused here.
 fn verdict(core: &ThrottleCore, known: &KnownKey, has_room: bool, now: Instant) -> Verdict {
     let settings = &core.settings;
+    if let Some(reason) = refusal_of_throttle() {
+        return refused(reason, None, None);
+    }
     if core.tally().is_draining() {
         return refused(Reason::Draining, None, None);
     }

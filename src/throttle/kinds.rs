@@ -90,7 +90,7 @@ impl Kinds {
         let before = known.map(|index| self.held.swap_remove(index).span);
         let span = before.map_or(FIRST, |span| LONGEST.min(span * 2));
         let span = span.min(max_hold);
-        let left = stated.map_or(span, |stated| stated.min(max_hold));
+        let left = stated.unwrap_or(span).min(max_hold);
         let until = clock::after(now, left);
         self.suspicion.lasts_beyond(until);
         self.held.push(HeldKind {
