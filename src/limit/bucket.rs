@@ -274,14 +274,14 @@ impl BucketState {
     }
 
     /// Counts units that were used without a permit. The upstream accepted them, so its bucket had
-    /// these units. So they leave the bucket empty at most. If fewer units count for this reason,
+    /// these units. So they leave the bucket empty at most. Fewer units may count for this reason, so
     /// earlier permits can no longer be taken back.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
         let empty = self
             .full_at
             .max(self.ticks_at(now) + self.capacity * self.unit);
         self.insert(now, stamp, units, false);
-        if self.full_at > empty {
+        if self.full_at >= empty {
             (self.full_at, self.base, self.refundable) = (empty, self.rounded_up(empty), UNBOUNDED);
         }
     }

@@ -13,11 +13,11 @@ use super::window::{Chunk, chunk_size};
 /// - New slots depend only on the newest units, up to twice the limit. These are in *fine* chunks.
 /// - Older chunks become *coarse*. Beyond [`MOST_APART`] they join, with up to `limit` units each. They matter again only
 ///   if a long queue gives up.
-/// - If there are more than [`MOST_COARSE`] coarse chunks, the first two beyond `MOST_APART` join, with any number of units.
-///   If a part of such a queue gives up, the rest of the joined units keep the latest of their moments.
 /// - No unit joins a chunk whose stamp is more than a quarter of the window away. Else the last units of a
 ///   burst would count as long as the first of the next one. So few gaps need few chunks. Only a log of
 ///   one chunk joins over a gap: a key with little use needs no second one.
+/// - If there are more than [`MOST_COARSE`] coarse chunks all the same, the two at `MOST_APART` join, over any gap and with
+///   any number of units. If a part of such a queue gives up, the rest of the joined units keep the latest of their moments.
 ///
 /// All of this only makes stamps later.
 #[derive(Clone, Debug, Default)]
@@ -181,7 +181,7 @@ impl LongLog {
     }
 
     /// Bounds the log: joins the chunks that are older than the newest units of twice the limit. If
-    /// there are too many of them, the oldest leave the log.
+    /// there are too many of them, two of them join.
     fn coarsen(&mut self, limit: u64, span: Micros) {
         while let Some(&Chunk { stamp, count }) = self.chunks.get(self.coarse_count)
             && (self.fine_units - count >= 2 * limit

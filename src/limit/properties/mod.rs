@@ -932,6 +932,33 @@ fn costs_above_the_limit_are_refused_at_once() {
     }
 }
 
+/// Units of a window that come back late are none of a bucket that counts fewer of them.
+#[test]
+fn a_late_return_fills_no_bucket_that_begins_empty() {
+    let hour = millis(3_600_000);
+    let window = terms(Quota::new(100, hour));
+    let mut ledger = Ledger::new(&window, START);
+    let mut stamp = 0;
+    ledger
+        .book(&window, order(1, 100, START, 10_000), |grant| {
+            stamp = grant.stamp;
+        })
+        .unwrap();
+    let now = START + 50_000;
+    let bucket = terms(Quota::bucket(10).refill(100, hour));
+    ledger.advance(&bucket, now);
+    ledger.take_back(UnusedPermits {
+        slot: START,
+        stamp,
+        units: 20,
+        incarnation: 0,
+    });
+    let late = ledger.book(&bucket, order(1, 1, now, 10_000), |grant| {
+        panic!("80 units are used: {grant:?}")
+    });
+    assert!(late.is_err());
+}
+
 /// A bucket that is set begins empty at most: it owes nothing for what the window before remembers.
 #[test]
 fn a_set_bucket_owes_nothing_for_what_was_used() {

@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Instant;
 
+use smallvec::SmallVec;
+
 use super::booking::{self, doubtful};
 use super::give_back;
 use crate::clock;
@@ -174,7 +176,7 @@ impl JointSets {
         let sets = lock(&self.sets);
         let alike = sets.range(&first..);
         let alike = alike.take_while(|(id, _)| id.parts == first.parts);
-        let alike: Vec<_> = alike.filter_map(|(_, set)| set.upgrade()).collect();
+        let alike: SmallVec<[_; 2]> = alike.filter_map(|(_, set)| set.upgrade()).collect();
         // A set of which this is the last use locks the map when it is dropped.
         drop(sets);
         alike.iter().any(|set| set.waiting() > 0)

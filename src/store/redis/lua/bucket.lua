@@ -141,7 +141,7 @@ local function bucket_rule()
     end
 
     -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
-    -- these units. So they leave the bucket empty at most. If fewer units count for this reason,
+    -- these units. So they leave the bucket empty at most. Fewer units may count for this reason, so
     -- earlier permits can no longer be taken back.
     function rule.charge(limit, _, stamp, units)
       local empty, empty_early = moved_back(limit, state.now, 0, -limit.capacity * limit.unit)
@@ -149,7 +149,7 @@ local function bucket_rule()
         empty, empty_early = limit.full_at, limit.early
       end
       insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
-      if is_later(limit.full_at, limit.early, empty, empty_early) then
+      if not is_later(empty, empty_early, limit.full_at, limit.early) then
         limit.full_at, limit.early, limit.base_at, limit.refundable = empty, empty_early, empty, NEVER
       end
     end

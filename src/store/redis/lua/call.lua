@@ -39,4 +39,4 @@ if lends == NO_PART then lends = nil end
 local head_size = HEAD_SIZE + RECORD_SIZE * (quota_version == 0 and limit_count or limit_count + 1)
 -- The head of the state, with two records or more; empty if there is no state. Few states have more. What
 -- follows the records is not used.
-local head = redis.call('GETRANGE', key, '0', head_size > 245 and head_size - 1 or '244')
+local head = redis.call('GETRANGE', key, '0', head_size > 243 and head_size - 1 or '242')
