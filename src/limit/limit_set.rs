@@ -227,8 +227,7 @@ impl LimitSet {
                         // What was used before leaves a bucket empty at most, and not in debt for as long
                         // as the window remembers.
                         Algorithm::Bucket(bucket) if chunk.stamp <= now => {
-                            let units = chunk.count.min(u64::from(limit.largest_cost()));
-                            bucket.charge(chunk.stamp, chunk.stamp, units);
+                            bucket.charge(chunk.stamp, chunk.stamp, chunk.count);
                         }
                         rule => rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count),
                     }

@@ -170,7 +170,8 @@ local RECORD_SIZE = 89
 -- I7 I7 the newest chunk.
 -- window.lua explains the fields.
 local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I2I7I7I7I7I7'
--- An entry is a chunk: I7 stamp; I5 units, enough for a thousand windows of the largest limit. The ring is read in blocks of eight.
+-- An entry is a chunk: I7 stamp; I5 units, enough for a thousand windows of the largest limit. The ring
+-- is read in blocks of eight.
 local CHUNK = '<I7I5'
 local CHUNK_SIZE = 12
 local CHUNK_BLOCK = '<I7I5I7I5I7I5I7I5I7I5I7I5I7I5I7I5'
