@@ -74,10 +74,13 @@ impl WaitBound {
     /// Returns until when the request waits for what has no known moment. Only one that can wait for nothing gets time for the
     /// answer of a store: a short wait is what its caller wants.
     pub(crate) fn answered_by(&self, now: Instant) -> Instant {
-        if self.patient_until > now {
-            return self.patient_until;
-        }
-        self.cap(clock::after(now, ANSWER))
+        self.patience_ends(now)
+            .unwrap_or_else(|| self.cap(clock::after(now, ANSWER)))
+    }
+
+    /// Returns when the request wakes because it waits no longer for what has no known moment, if that is ahead.
+    pub(crate) fn patience_ends(&self, now: Instant) -> Option<Instant> {
+        Some(self.patient_until).filter(|until| *until > now)
     }
 
     /// Lets the request wait until `latest` at least, but not beyond its deadline.

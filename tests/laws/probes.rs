@@ -10,11 +10,12 @@ use futures::FutureExt;
 use http::{Response, StatusCode};
 use support::{Upstream, get, limited, ms, ok};
 use tokio::time::{Instant, sleep};
+use tollgate::limiter::Verdict;
 use tollgate::store::{
     Lease, LeaseRequest, MemoryStore, Register, RegisterRequest, Store, StoreError, StoreListener,
     StoreReply,
 };
-use tollgate::{Key, Limiter, OnStoreError, Permit, Quota, RateLimitLayer, Signal};
+use tollgate::{Key, Limiter, OnStoreError, Permit, Quota, RateLimitLayer, Reason, Signal};
 use tower::{BoxError, Layer, ServiceExt};
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -302,4 +303,32 @@ async fn a_probe_that_is_cancelled_comes_back() {
     drop(probe);
     next.await.unwrap();
     assert_eq!(start.elapsed(), ms(300));
+}
+
+/// It waited for a second behind the probe, as for an answer of the store.
+#[tokio::test(start_paused = true)]
+async fn a_request_waits_for_a_probe_no_longer_than_it_can() {
+    for max_wait in [Duration::ZERO, ms(200)] {
+        let builder = RateLimitLayer::builder(Quota::per_second(1000)).max_hold(2 * SECOND);
+        let limiter = builder.max_wait(max_wait).build().unwrap().limiter();
+        let first = limiter.acquire(Key::ALL).await.unwrap().begin().unwrap();
+        first.answered(&Signal::default().with_refusal(Some(StatusCode::TOO_MANY_REQUESTS)));
+        sleep(2 * SECOND).await;
+        let probe = limiter.acquire(Key::ALL).await.unwrap().begin().unwrap();
+
+        let began = Instant::now();
+        let explained = limiter.acquire(Key::ALL).explain().await.unwrap();
+        let refused = limiter.acquire(Key::ALL).await.unwrap_err();
+        assert_eq!(refused.reason(), Some(Reason::MaxWait(max_wait)));
+        assert!((max_wait..=max_wait + ms(2)).contains(&began.elapsed()));
+        let is_refused = matches!(explained.verdict, Verdict::Refused { .. });
+        assert_eq!(is_refused, max_wait.is_zero(), "{explained}");
+
+        // It waits as long as it can: the response may arrive at any time.
+        let (limiter, waits) = (limiter.clone(), !max_wait.is_zero());
+        let next = tokio::spawn(async move { limiter.acquire(Key::ALL).await });
+        sleep(ms(100)).await;
+        probe.answered(&accepted());
+        assert_eq!(next.await.unwrap().is_ok(), waits);
+    }
 }

@@ -46,8 +46,8 @@ impl KeyCase<'_> {
             _ => self.because(usage),
         };
         let known = Some(wait).filter(|wait| *wait < Duration::MAX);
-        if blocked.is_some_and(|(left, _)| self.bound.is_too_long(left, self.now)) {
-            return Ok(self.late(known, because));
+        if let Some(verdict) = self.blocked_too_long(known, because) {
+            return Ok(verdict);
         }
         match &self.found.outlook.refused {
             Some(NoSlot::TooLate(refusal)) => {
@@ -107,10 +107,13 @@ impl KeyCase<'_> {
 
     /// Decides if the store has failed.
     fn without_store(&self, error: &StoreError) -> Result<Verdict, StoreError> {
-        match self.blocked() {
-            Some((left, blocks)) if self.bound.is_too_long(left, self.now) => {
-                Ok(self.late(Some(left), blocks))
-            }
+        let blocked = self.blocked();
+        if let Some((left, blocks)) = blocked
+            && let Some(verdict) = self.blocked_too_long(Some(left), blocks)
+        {
+            return Ok(verdict);
+        }
+        match blocked {
             _ if !self.part.core.fails_open_on(error) => Err(error.clone()),
             Some((left, blocks)) => Ok(waits(Some(left), blocks)),
             None => Ok(Verdict::Goes),
@@ -123,6 +126,20 @@ impl KeyCase<'_> {
             Some(left) => Some((left, Because::Held)),
             None => Some((self.found.outlook.blocked?, Because::Probing)),
         }
+    }
+
+    /// Decides on a request that a hold or a probe stops for longer than it can wait: for `wait`, if that is known. For the
+    /// response to a probe, which may arrive at any time, it waits as long as it can.
+    fn blocked_too_long(&self, wait: Option<Duration>, because: Because) -> Option<Verdict> {
+        let (left, blocks) = self.blocked()?;
+        if !self.bound.is_too_long(left, self.now) {
+            return None;
+        }
+        let is_probe = matches!(blocks, Because::Probing);
+        Some(match is_probe && self.bound.patient_until > self.now {
+            true => waits(None, blocks),
+            false => self.late(wait, because),
+        })
     }
 
     /// Returns the limit of calls in flight, if it is used up.

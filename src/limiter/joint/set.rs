@@ -382,7 +382,7 @@ impl JointSet {
         let task = unless_lost(task, move || {
             of_lost.with(|state, wakers| {
                 lost(state);
-                state.lanes.wake_all(wakers);
+                state.lanes.wake_where(|_| true, wakers);
             });
         });
         if let Some(first) = self.parts.first() {

@@ -138,6 +138,8 @@ impl KeyState {
         let handed_out = queue.hand_out(most, probe, now, me, &mut ctx.work.wakers);
         if let Some(number) = probe.filter(|_| handed_out.count > 0) {
             self.hold.probe_leaves(number, now);
+            // Those that can wait no longer have no timer for it.
+            queue.wake_impatient(now, &mut ctx.work.wakers);
         }
         Some(handed_out)
     }

@@ -517,6 +517,9 @@ impl KeyState {
             if !is_held || !booking::is_paced(ctx) {
                 queue.give_up_slots();
             }
+            if !is_held {
+                queue.enter_from(ctx.now);
+            }
             // After a release, the next call does not wait for the end of the hold. After a new hold
             // it waits no longer than that, although it may have been put off for a probe.
             let held_until = clock::after(ctx.now, left.unwrap_or_default());

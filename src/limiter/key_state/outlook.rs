@@ -79,12 +79,29 @@ impl KeyState {
         if !is_back && self.queued() >= ctx.max_queue {
             return Some(NoSlot::queue_full(ctx.max_queue));
         }
+        if let Some(no_slot) = self.stopped_by_probe(bound, ctx) {
+            return Some(no_slot);
+        }
         let queue = self.queue.as_ref();
         let paused = queue.and_then(|queue| queue.paused_for(ctx.now));
         let wait = self
             .undivided_beyond(ctx, bound.latest)
             .or_else(|| paused.filter(|left| bound.is_too_long(*left, ctx.now)));
         wait.map(NoSlot::for_span)
+    }
+
+    /// Refuses a request that can wait no longer for the response to a probe, which may arrive at any time.
+    pub(super) fn stopped_by_probe(
+        &self,
+        bound: WaitBound,
+        ctx: &KeyContext<'_>,
+    ) -> Option<NoSlot> {
+        let is_held = self.hold.left(ctx.now).is_some();
+        if is_held || bound.patient_until > ctx.now {
+            return None;
+        }
+        let left = self.hold.would_block_for(ctx.max_hold, ctx.now)?;
+        Some(NoSlot::for_span(left))
     }
 
     /// Returns what the key would do with a request of `cost` units.

@@ -162,6 +162,7 @@ impl Ticket {
         if let Some(settled) = self.collect_usable(state, ctx) {
             return Poll::Ready(settled);
         }
+        let stopped = state.stopped_by_probe(self.bound, ctx);
         // The state of the key was dropped, and there was no room to make it anew for a second
         // wait.
         let Some(queue) = state
@@ -171,8 +172,8 @@ impl Ticket {
         else {
             return Poll::Ready(Err(NoSlot::NEVER));
         };
-        if queue.is_over(self.number, self.cost, ctx.now) {
-            let no_slot = match self.waited_too_long(queue, ctx.now) {
+        if stopped.is_some() || queue.is_over(self.number, self.cost, ctx.now) {
+            let no_slot = match stopped.unwrap_or_else(|| self.waited_too_long(queue, ctx.now)) {
                 NoSlot::Failed(cause) if ctx.fails_open => {
                     match state.hold.pass(ctx.max_hold, ctx.now) {
                         Ok(probe) => NoSlot::Uncounted(cause, probe),

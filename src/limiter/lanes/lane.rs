@@ -307,9 +307,8 @@ impl<S: Booked> Lane<S> {
         }
     }
 
-    /// Wakes the tasks of all waiters.
-    pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
-        self.waiters.wake_where(|_| true, wakers);
+    pub(super) fn wake_where(&mut self, which: impl Fn(&SlotWait) -> bool, wakers: &mut Wakers) {
+        self.waiters.wake_where(which, wakers);
     }
 
     /// Notes that the task of a request runs.
@@ -574,7 +573,9 @@ impl<S: Booked> Lane<S> {
             let wakes_at = first_slot.map_or(waiter.request.ends_at(), |slot| {
                 wakes_for_slot(slot, due_at, now)
             });
-            let wakes_at = watched.map_or(wakes_at, |watched| wakes_at.min(watched));
+            let patience = waiter.request.bound.patience_ends(now);
+            let others = watched.into_iter().chain(patience);
+            let wakes_at = others.fold(wakes_at, Instant::min);
             waiter.wake_at(waiter.request.wakes_for(wakes_at));
         }
         waiter.register(cx);

@@ -449,10 +449,9 @@ impl<S: Booked> Lanes<S> {
         self.lanes.values_mut().for_each(|lane| lane.wake_by(at));
     }
 
-    /// Wakes all waiters.
-    pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
+    pub(super) fn wake_where(&mut self, which: impl Fn(&SlotWait) -> bool, wakers: &mut Wakers) {
         self.lanes
             .values_mut()
-            .for_each(|lane| lane.wake_all(wakers));
+            .for_each(|lane| lane.wake_where(&which, wakers));
     }
 }

@@ -231,6 +231,11 @@ impl Queue {
         }
     }
 
+    /// Counts the time until `from` against `max_wait`: the waiters have not waited for the store, but for a probe.
+    pub(in crate::limiter) fn enter_from(&mut self, from: Instant) {
+        self.lanes.change_all(|lane| lane.enter_from(from));
+    }
+
     /// Pauses calls to a store that decides nothing for `wait`. Refuses the waiters without a slot
     /// that cannot wait until then.
     pub(in crate::limiter) fn pause(&mut self, wait: Duration, now: Instant, wakers: &mut Wakers) {

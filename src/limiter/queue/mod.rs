@@ -201,9 +201,10 @@ impl Queue {
         let wakes_at = held.map_or(gives_up_at, |_| {
             gives_up_at.min(clock::after(asked_from, ANSWER))
         });
-        let wakes_at = self
-            .watched_until()
-            .map_or(wakes_at, |watched| wakes_at.min(watched));
+        let watched = self.watched_until().into_iter();
+        let wakes_at = watched
+            .chain(bound.patience_ends(now))
+            .fold(wakes_at, Instant::min);
         let wait = SlotWait {
             entered,
             is_in_line: entered > now,
@@ -514,7 +515,13 @@ impl Queue {
     }
 
     pub(super) fn wake_all(&mut self, wakers: &mut Wakers) {
-        self.lanes.wake_all(wakers);
+        self.lanes.wake_where(|_| true, wakers);
+    }
+
+    /// Wakes the waiters that do not wait for what has no known moment any more.
+    pub(super) fn wake_impatient(&mut self, now: Instant, wakers: &mut Wakers) {
+        let is_impatient = |wait: &SlotWait| wait.bound.patience_ends(now).is_none();
+        self.lanes.wake_where(is_impatient, wakers);
     }
 
     /// Lets no request wait for longer than `by`. Refuses those whose slot is later.

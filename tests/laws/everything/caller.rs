@@ -260,8 +260,6 @@ impl Caller {
             .unwrap_or(0);
         // A request waits for an answer of the store for a second at least.
         let is_late = self.world.history.store.trip.is_some()
-            || (features.has(Feature::Refusals) && known::WAITS_FOR_A_PROBE.stands());
-        let is_late = is_late
             || (self.request.parts.len() > 1
                 && features.has(Feature::SetQuota)
                 && known::WAITS_AFTER_SET_QUOTAS.stands());
@@ -275,7 +273,7 @@ impl Caller {
         });
         let slack = match is_late {
             _ if is_back => 25_000,
-            _ if is_behind => 21_600,
+            _ if is_behind => 5_000,
             _ if is_told => 4_000,
             true if waits_twice => 2600,
             true => 1600,

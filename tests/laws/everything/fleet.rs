@@ -339,14 +339,12 @@ impl World {
         drop(outcomes);
         let features = self.history.features;
         let may_be_lent = known::EXPLAINED_SHARES.stands() && features.has(Feature::Classes);
-        let is_behind = known::WAITS_FOR_A_PROBE.stands() && features.has(Feature::Refusals);
         // Requests that wait for slots of the quota before are before it in the queue.
         let is_unknown = known::EXPLAINED_QUOTAS.stands()
             && features.has(Feature::SetQuota)
             && features.any(&[Feature::Joint, Feature::Units]);
-        let is_known = is_behind || is_unknown;
         let is_right = match &explained {
-            Ok((goes, _)) => *goes == happened.is_ok() || is_known || (may_be_lent && !goes),
+            Ok((goes, _)) => *goes == happened.is_ok() || is_unknown || (may_be_lent && !goes),
             Err(_) => true,
         };
         gates.take_uncounted();

@@ -72,12 +72,9 @@ known! {
     ACCEPTED_PROBES: "20",
         "If a response that accepts a probe and one that refuses another request arrive within milliseconds, the message \
          of the first may end the hold of the second in its own process, until the message of that one arrives.";
-    WAITS_FOR_A_PROBE: "20",
-        "While a key is on probation, a request of one key waits for a second if its `max_wait` is shorter. \
-         A request of several keys is refused at once. `explain` does not know of the requests that wait for the probe.";
     WAITS_BEHIND_PROBES: "20",
-        "The time for which a request waits behind a probe counts as time for the answer of the store: it may wait for \
-         up to ten seconds longer than `max_wait`, or twenty behind two probes. Seen 20 times in 100,000 histories.";
+        "The time for which a request waits behind a probe may count as time for the answer of the store: it waits for some \
+         seconds longer than `max_wait`. Seen once in 5,000 histories.";
     GUARD_AND_DEATHS: "20",
         "If a process dies, a guard may allow a bad answer more. Seen once in 100,000 histories; not yet understood.";
     STOPS_AFTER_A_RELEASE: "20",
