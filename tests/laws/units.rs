@@ -264,6 +264,34 @@ async fn holds_stop_requests_of_any_unit() {
     );
 }
 
+/// The task that books went on asking for slots from the end of the hold on.
+#[tokio::test(start_paused = true)]
+async fn requests_of_several_units_leave_when_a_hold_is_released() {
+    for settles in [false, true] {
+        let mut builder = RateLimitLayer::builder(both()).charged_by_hand();
+        if settles {
+            builder = builder.settle_by_hand();
+        }
+        let limiter = builder.max_wait(2 * MINUTE).build().unwrap().limiter();
+        limiter.hold_for(Key::ALL, MINUTE).await.unwrap();
+        let cost = || Cost::new(1).and("tokens", 5);
+        let waits: Vec<_> = (0..3)
+            .map(|_| tokio::spawn(limiter.acquire(Key::ALL).cost(cost()).into_future()))
+            .collect();
+        let start = Instant::now();
+        sleep(Duration::from_secs(1)).await;
+        limiter.release(Key::ALL).await.unwrap();
+        for wait in waits {
+            drop(wait.await.unwrap().unwrap());
+        }
+        assert!(
+            start.elapsed() < Duration::from_secs(2),
+            "{settles}: {:?}",
+            start.elapsed()
+        );
+    }
+}
+
 /// A refusal that states that the tokens are used up lets requests without tokens pass.
 #[tokio::test(start_paused = true)]
 async fn refusals_hold_the_unit_that_is_used_up() {

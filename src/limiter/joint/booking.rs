@@ -107,6 +107,8 @@ impl Drop for SlotSearch<'_> {
 impl<'a> SlotSearch<'a> {
     fn new(set: &'a JointSet, wanted: &mut WantedSlot) -> Self {
         let slots: PerPart<Option<Reservation>> = smallvec![None; set.parts.len()];
+        // It may have changed since the last search for this request.
+        wanted.held_until = set.held_until();
         let given_up = match wanted.given_up.take() {
             Some(given_up) => given_up.slots.into_iter().collect(),
             None => slots.clone(),

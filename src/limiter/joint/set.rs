@@ -75,8 +75,8 @@ struct SetState {
     refused_near: Option<(Refusal, Instant)>,
     /// The task that books, while it rests.
     resting: Option<Waker>,
-    /// Whether a request has left since it was known for whom to book, or since the last rest.
-    has_left: bool,
+    /// Whether a request has left, or a hold has ended early, since it was known for whom to book, or since the last rest.
+    ends_rest: bool,
 }
 
 impl Booked for Slots {
@@ -123,6 +123,7 @@ struct Tasks {
 /// What to book next.
 pub(super) struct WantedSlot {
     pub(super) bound: WaitBound,
+    /// The end of the hold from which on the last search asked for slots.
     pub(super) held_until: Option<Instant>,
     pub(super) scarcest: usize,
     /// The request to book for.
@@ -271,7 +272,7 @@ impl JointSet {
             let mut unused = Vec::new();
             let (settled, tasks) = self.with(|state, wakers| {
                 state.lanes.runs(number, costs);
-                state.obey(held_until, now);
+                state.obey(held_until, now, wakers);
                 // A permit that has come makes room for another one on its way.
                 let has_come = state.lanes.collect(number, costs, now);
                 let confirm = state.hand_out(&self.parts, now, Some(number), wakers);
@@ -314,20 +315,24 @@ impl JointSet {
                 _ => {}
             }
             // One behind it may cost less.
-            state.has_left = true;
-            wakers.add(state.resting.take());
+            state.end_rest(wakers);
         });
     }
 
-    /// Rests until this moment, or until a request leaves.
+    /// Returns when the hold ends that lets no request leave.
+    pub(super) fn held_until(&self) -> Option<Instant> {
+        self.with(|state, _| state.held_until)
+    }
+
+    /// Rests until this moment, or until a request leaves or a hold ends early.
     pub(super) async fn rest(&self, until: Instant) {
         let mut timer = pin!(clock::sleep_until(until));
         poll_fn(|cx| {
-            let has_left = self.with(|state, _| {
+            let ends_rest = self.with(|state, _| {
                 state.resting = Some(cx.waker().clone());
-                std::mem::take(&mut state.has_left)
+                std::mem::take(&mut state.ends_rest)
             });
-            match has_left {
+            match ends_rest {
                 true => Poll::Ready(()),
                 false => timer.as_mut().poll(cx),
             }
@@ -414,6 +419,7 @@ impl JointSet {
     pub(super) fn booked(self: &Arc<Self>, wanted: &WantedSlot, outcome: Result<Slots, Stopped>) {
         let WantedSlot { number, costs, .. } = wanted;
         self.change(|state, _, wakers| match outcome {
+            Ok(slot) if state.has_ended_early(wanted.held_until) => state.given_up.push(slot),
             Ok(slot) => {
                 state.scarcest = Some(slot.last);
                 state.refused_near = None;
@@ -580,15 +586,29 @@ impl SetState {
             .take_after(moment, MOST_BOOKED_ANEW, |slot| self.given_up.push(slot));
     }
 
+    /// Returns whether the hold that was to end at `held_until` has ended, or ends before.
+    fn has_ended_early(&self, held_until: Option<Instant>) -> bool {
+        held_until > self.held_until && held_until > Some(clock::now())
+    }
+
+    /// Lets the task that books go on, because there may be a slot for another request, or an earlier one.
+    fn end_rest(&mut self, wakers: &mut Wakers) {
+        self.ends_rest = true;
+        wakers.add(self.resting.take());
+    }
+
     /// Takes in until when a hold lets no request leave. Joint slots before its end are useless. If
     /// the hold ends earlier than before, earlier slots may be free.
-    fn obey(&mut self, held_until: Option<Instant>, now: Instant) {
+    fn obey(&mut self, held_until: Option<Instant>, now: Instant, wakers: &mut Wakers) {
         let before = self.held_until.filter(|until| *until > now);
         self.held_until = held_until;
         if held_until == before {
             return;
         }
         let later = held_until.filter(|until| before.is_none_or(|before| *until > before));
+        if later.is_none() {
+            self.end_rest(wakers);
+        }
         self.lanes.change_all(|lane| match later {
             Some(until) => lane.take_before(until, |slot| self.given_up.push(slot)),
             None => lane.take_all(|slot| self.given_up.push(slot)),
@@ -645,11 +665,11 @@ impl SetState {
     fn next_wanted(&mut self) -> Option<WantedSlot> {
         let (number, costs) = self.lanes.first_without_slot()?;
         let costs = costs.clone();
-        self.has_left = false;
+        self.ends_rest = false;
         let wait = self.lanes.wait_of(number, &costs)?;
         Some(WantedSlot {
             bound: wait.bound,
-            held_until: self.held_until,
+            held_until: None,
             scarcest: self.scarcest.unwrap_or(0),
             number,
             costs,
