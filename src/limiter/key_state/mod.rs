@@ -320,7 +320,7 @@ impl KeyState {
             }
             return;
         };
-        if is_held || slot.at > ctx.now {
+        if is_held || slot.at > ctx.now || slot.until <= ctx.now {
             queue.returns.add(&slot);
         } else {
             queue.add(slot);
