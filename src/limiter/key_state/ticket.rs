@@ -14,6 +14,7 @@ use crate::limiter::queue::{Number, Queue, Returns};
 use crate::limiter::reservation::{NoSlot, Reservation};
 use crate::limiter::session::TimeBounds;
 use crate::store::{Demand, Lease, Refusal, StoreReply};
+use crate::tuning::ANSWER;
 use crate::wait_queue::WaitBound;
 
 /// The place of a request in the queue of its key.
@@ -310,10 +311,11 @@ impl Ticket {
 
     /// Returns the outcome for a request that can wait no longer.
     fn waited_too_long(&self, queue: &Queue, now: Instant) -> NoSlot {
-        // It has just answered if the call was sent at this moment.
+        // A call that was sent just now says nothing of the store. One that got lost was sent soon after the request came,
+        // which has waited for `ANSWER` since.
         let unanswered = queue.unanswered_for(now);
         if !self.bound.is_by_deadline()
-            && let Some(waited) = unanswered.filter(|waited| !waited.is_zero())
+            && let Some(waited) = unanswered.filter(|waited| *waited >= ANSWER / 2)
         {
             // The store may have booked a slot without this process knowing.
             return NoSlot::Failed(StoreError::NoAnswer { waited });
