@@ -1,11 +1,11 @@
 //! The future that [`Limiter::acquire`](crate::Limiter::acquire) returns.
 
 use std::future::{Future, poll_fn};
-use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 use std::time::Instant;
+use std::{iter, mem};
 
 use smallvec::SmallVec;
 
@@ -17,7 +17,6 @@ use super::engine::Core;
 use super::explain;
 use super::explanation::{Explanation, Verdict};
 use super::part::{Entry, MOST_PARTS, NewPart, PartRef, earliest_deadline};
-use super::quotas::QuotaId;
 use super::reservation::CountedAs;
 use super::taken::{Permit, Taken};
 use super::wait::{self, Wait};
@@ -41,37 +40,72 @@ use crate::store::Refusal;
 #[derive(Debug)]
 pub struct Acquire(Step);
 
-// New, Units, Joint => Waiting | Done
-// Waiting, Invalid => Done
+// New => Waiting | Done
+// Waiting => Done
 #[derive(Debug)]
 enum Step {
-    New(Arc<Core>, NewRequest),
-    /// A request of one key, whose limits count several units, that has not entered.
-    Units(Cores, Vec<NewPart>),
-    /// A request of several keys that has not entered.
-    Joint(Vec<NewPart>),
-    /// A request that states a quota its key cannot have.
-    Invalid(Vec<NewPart>, Arc<ConfigError>),
+    New(NewRequest),
     Waiting(Box<Wait>),
     Done,
 }
 
 /// A request that has not entered.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct NewRequest {
-    key: Key,
-    cost: u32,
-    deadline: Option<Instant>,
-    quota: QuotaId,
+    first: NewPart,
+    rare: Option<Box<RareRequest>>,
+}
+
+/// What only few new requests have. It is in a box, because a new request is moved on the fast path.
+#[derive(Debug, Default)]
+struct RareRequest {
+    /// The other keys. A limiter that counts several units has one for each.
+    others: Vec<NewPart>,
+    /// The cores of the limiter, if it counts other units than requests.
+    units: Option<Cores>,
+    /// Whether the request has the keys of several futures, which have set their cost, class and quota.
+    is_joined: bool,
+    /// Why a key cannot have the quota that the request states for it.
+    invalid: Option<Arc<ConfigError>>,
 }
 
 impl NewRequest {
-    fn entry(&self) -> Entry {
-        Entry {
-            deadline: self.deadline,
-            quota: self.quota,
-            ..Entry::new(self.key, self.cost)
+    fn parts(&self) -> impl Iterator<Item = &NewPart> {
+        let others = self.rare.iter().flat_map(|rare| &rare.others);
+        iter::once(&self.first).chain(others)
+    }
+
+    fn parts_mut(&mut self) -> impl Iterator<Item = &mut NewPart> {
+        let others = self.rare.iter_mut().flat_map(|rare| &mut rare.others);
+        iter::once(&mut self.first).chain(others)
+    }
+
+    /// Enters. A plain request has found no permit at hand.
+    #[cold]
+    fn enter(&self) -> Admission<Taken, Box<Wait>> {
+        let deadline = earliest_deadline(self.parts());
+        let parts: SmallVec<[PartRef<'_>; 4]> = self.parts().map(NewPart::as_part).collect();
+        if let Some(rare) = &self.rare {
+            if let Some(error) = &rare.invalid {
+                return Admission::No(self.refuse(Reason::InvalidQuota(error.clone())));
+            }
+            if let Some(taken) = at_once::take_all_at_once(&parts, deadline) {
+                return Admission::Go(taken);
+            }
         }
+        let NewPart { core, entry, .. } = &self.first;
+        wait::slow(&parts, deadline, None, &|| core.label(entry.key, None))
+    }
+
+    /// Refuses the request, and counts it under its first key.
+    #[cold]
+    fn refuse(&self, reason: Reason) -> Limited {
+        let NewPart { core, entry, .. } = &self.first;
+        let now = clock::now();
+        let refused = core.refused_request(entry.key);
+        let limited = refused.refuse(reason, Refusal::NEVER, now);
+        core.refused(Some(entry.key), &limited);
+        limited
     }
 }
 
@@ -82,24 +116,33 @@ impl Acquire {
         if cores.count_units() {
             return Acquire::of_units(cores, key);
         }
-        Acquire(Step::New(
-            cores.first.clone(),
-            NewRequest {
-                key: cores.first.part_of(key),
-                cost: 1,
-                deadline: None,
-                quota: QuotaId::NONE,
+        let core = cores.first.clone();
+        let entry = Entry::new(core.part_of(key), 1);
+        Acquire(Step::New(NewRequest {
+            first: NewPart {
+                core,
+                entry,
+                named: key,
             },
-        ))
+            rare: None,
+        }))
     }
 
     fn of_units(cores: &Cores, key: Key) -> Self {
-        let parts = cores.all().map(|core| NewPart {
+        let part = |core: &Arc<Core>| NewPart {
             core: core.clone(),
             entry: Entry::new(core.key_of(key), Cost::default().under(core.unit())),
             named: key,
-        });
-        Acquire(Step::Units(cores.clone(), parts.collect()))
+        };
+        let rare = RareRequest {
+            others: cores.all().skip(1).map(part).collect(),
+            units: Some(cores.clone()),
+            ..RareRequest::default()
+        };
+        Acquire(Step::New(NewRequest {
+            first: part(&cores.first),
+            rare: Some(Box::new(rare)),
+        }))
     }
 
     /// Sets what the request costs: a number of requests, or a [`Cost`] with other units. Default: one
@@ -109,16 +152,14 @@ impl Acquire {
     /// Has no effect once the future was polled.
     pub fn cost(mut self, cost: impl Into<Cost>) -> Self {
         let cost = cost.into();
-        match &mut self.0 {
-            Step::New(_, request) => request.cost = cost.under(None),
-            Step::Units(cores, parts) => {
+        if let Some(request) = self.of_one_key() {
+            if let Some(cores) = request.rare.as_ref().and_then(|rare| rare.units.as_ref()) {
                 // By hand, nothing is refused: the program may charge the unit in another call.
                 let _ = cores.check_units(&cost.into(), |unit| !cores.count(unit));
-                for NewPart { core, entry, .. } in parts {
-                    entry.cost = cost.under(core.unit());
-                }
             }
-            Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
+            for NewPart { core, entry, .. } in request.parts_mut() {
+                entry.cost = cost.under(core.unit());
+            }
         }
         self
     }
@@ -142,14 +183,10 @@ impl Acquire {
     /// # }
     /// ```
     pub fn class(mut self, class: &str) -> Self {
-        match &mut self.0 {
-            Step::New(core, request) => set_class(core, &mut request.key, class),
-            Step::Units(_, parts) => {
-                for NewPart { core, entry, .. } in parts {
-                    set_class(core, &mut entry.key, class);
-                }
+        if let Some(request) = self.of_one_key() {
+            for NewPart { core, entry, .. } in request.parts_mut() {
+                set_class(core, &mut entry.key, class);
             }
-            Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => {}
         }
         self
     }
@@ -177,24 +214,10 @@ impl Acquire {
     /// # }
     /// ```
     pub fn quota(mut self, quota: Quota) -> Self {
-        let first = match &self.0 {
-            Step::New(core, _) => core,
-            Step::Units(cores, _) => &cores.first,
-            Step::Joint(_) | Step::Invalid(..) | Step::Waiting(_) | Step::Done => return self,
-        };
-        match first.settings.quotas.id(&quota) {
-            Ok(id) => match &mut self.0 {
-                Step::New(_, request) => request.quota = id,
-                Step::Units(_, parts) => {
-                    for part in parts {
-                        part.entry.quota = id;
-                    }
-                }
-                _ => {}
-            },
-            Err(error) => {
-                let (parts, _) = self.into_parts();
-                return Acquire(Step::Invalid(parts, Arc::new(error)));
+        if let Some(request) = self.of_one_key() {
+            match request.first.core.settings.quotas.id(&quota) {
+                Ok(id) => request.parts_mut().for_each(|part| part.entry.quota = id),
+                Err(error) => request.rare.get_or_insert_default().invalid = Some(Arc::new(error)),
             }
         }
         self
@@ -205,14 +228,10 @@ impl Acquire {
     ///
     /// Has no effect once the future was polled.
     pub fn deadline(mut self, deadline: Instant) -> Self {
-        match &mut self.0 {
-            Step::New(_, request) => request.deadline = Some(deadline),
-            Step::Units(_, parts) | Step::Joint(parts) | Step::Invalid(parts, _) => {
-                for part in parts {
-                    part.entry.deadline = Some(deadline);
-                }
+        if let Step::New(request) = &mut self.0 {
+            for part in request.parts_mut() {
+                part.entry.deadline = Some(deadline);
             }
-            Step::Waiting(_) | Step::Done => {}
         }
         self
     }
@@ -247,17 +266,18 @@ impl Acquire {
     ///
     /// If the request has more than eight keys, or if one of the two futures was polled.
     pub fn and(self, other: Acquire) -> Acquire {
-        let (mut parts, invalid) = self.into_parts();
-        let (others, also_invalid) = other.into_parts();
-        parts.extend(others);
+        let (mut request, other) = (self.into_new(), other.into_new());
+        let other_rare = other.rare.unwrap_or_default();
+        let rare = request.rare.get_or_insert_default();
+        rare.others.push(other.first);
+        rare.others.extend(other_rare.others);
         assert!(
-            parts.len() <= MOST_PARTS,
+            rare.others.len() < MOST_PARTS,
             "a request has at most {MOST_PARTS} keys"
         );
-        Acquire(match invalid.or(also_invalid) {
-            Some(error) => Step::Invalid(parts, error),
-            None => Step::Joint(parts),
-        })
+        rare.is_joined = true;
+        rare.invalid = rare.invalid.take().or(other_rare.invalid);
+        Acquire(Step::New(request))
     }
 
     /// Explains what would happen to the request if it entered now: whether it would leave at once,
@@ -294,9 +314,11 @@ impl Acquire {
     ///
     /// The future may be dropped at any time.
     pub async fn explain(self) -> Result<Explanation, StoreError> {
-        let (parts, invalid) = self.into_parts();
+        let NewRequest { first, rare } = self.into_new();
+        let rare = rare.unwrap_or_default();
+        let parts = iter::once(first).chain(rare.others).collect();
         let mut explanation = explain::explain(parts).await?;
-        if let Some(error) = invalid {
+        if let Some(error) = rare.invalid {
             explanation.verdict = Verdict::Refused {
                 reason: Reason::InvalidQuota(error),
                 retry_after: None,
@@ -392,9 +414,10 @@ impl Acquire {
         if let Err(why) = blocking::check() {
             return Err(self.refuse(Reason::CannotBlock(why)));
         }
-        // A permit at hand needs no timers, so it does not start the runtime of blocking code.
-        if matches!(self.0, Step::New(..))
-            && let Poll::Ready(result) = self.enter_one()
+        // A permit at hand needs no timers, so it does not start the runtime of blocking code. A request of several keys
+        // sets a timer when it enters.
+        if matches!(&self.0, Step::New(request) if request.rare.is_none())
+            && let Poll::Ready(result) = self.enter()
         {
             return result;
         }
@@ -404,41 +427,34 @@ impl Acquire {
         }
     }
 
-    /// Enters a request of one key. Ready if it got its permit at once or was refused. If it is
-    /// pending, it waits, and is to be polled.
+    /// Enters, if the request has not. Ready if it got its permit at once or was refused. If it is pending, it waits, and
+    /// is to be polled.
     #[inline(always)]
-    fn enter_one(&mut self) -> Poll<Result<Permit, Limited>> {
+    fn enter(&mut self) -> Poll<Result<Permit, Limited>> {
         if !matches!(self.0, Step::New(..)) {
             return Poll::Pending;
         }
-        let Step::New(core, request) = mem::replace(&mut self.0, Step::Done) else {
+        let Step::New(request) = mem::replace(&mut self.0, Step::Done) else {
             return Poll::Pending;
         };
-        let (key, entry) = (request.key, request.entry());
-        let now = clock::now_by_counter();
-        let is_inside = around::is_any();
-        // The common case has a return of its own, so that the permit is not copied.
-        if !is_inside && let Some(slot) = at_once::take_one_unlocked(&core, &entry, now) {
-            return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
-        }
-        if !is_inside
-            && let Some(slot) = at_once::take_at_once(&core, &entry, CountedAs::Request, now)
-        {
-            return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
-        }
-        let part = PartRef::new(&core, entry);
-        self.entered(wait::slow(&[part], entry.deadline, None, &|| {
-            core.label(key, None)
-        }))
-    }
-
-    /// Goes on with what a request got that has entered.
-    fn entered(&mut self, admission: Admission<Taken, Box<Wait>>) -> Poll<Result<Permit, Limited>> {
-        match admission {
-            Admission::Go(taken) => {
-                taken.is_by_hand();
-                Poll::Ready(Ok(Permit::new(taken)))
+        if request.rare.is_none() {
+            let NewPart { core, entry, .. } = &request.first;
+            let now = clock::now_by_counter();
+            let is_inside = around::is_any();
+            // The common case has a return of its own, so that the permit is not copied.
+            if !is_inside && let Some(slot) = at_once::take_one_unlocked(core, entry, now) {
+                let NewPart { core, entry, .. } = request.first;
+                return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, Some(slot)))));
             }
+            if !is_inside
+                && let Some(slot) = at_once::take_at_once(core, entry, CountedAs::Request, now)
+            {
+                let NewPart { core, entry, .. } = request.first;
+                return Poll::Ready(Ok(Permit::new(Taken::at_hand(core, &entry, slot))));
+            }
+        }
+        match request.enter() {
+            Admission::Go(taken) => Poll::Ready(Ok(by_hand(taken))),
             Admission::No(limited) => Poll::Ready(Err(limited)),
             Admission::Wait(wait) => {
                 self.0 = Step::Waiting(wait);
@@ -452,22 +468,24 @@ impl Acquire {
     fn refuse(self, reason: Reason) -> Limited {
         match self.0 {
             Step::Waiting(mut wait) => wait.refuse(reason),
-            step => refuse(&Acquire(step).into_parts().0[0], reason),
+            step => Acquire(step).into_new().refuse(reason),
         }
     }
 
-    /// Returns the keys of the request, and why their quota is invalid, if it is.
-    fn into_parts(self) -> (Vec<NewPart>, Option<Arc<ConfigError>>) {
+    /// Returns the request, if its cost, class and quota can be set.
+    fn of_one_key(&mut self) -> Option<&mut NewRequest> {
+        let Step::New(request) = &mut self.0 else {
+            return None;
+        };
+        let is_joined = request.rare.as_ref().is_some_and(|rare| rare.is_joined);
+        (!is_joined).then_some(request)
+    }
+
+    /// Returns the request, which has not entered.
+    fn into_new(self) -> NewRequest {
         match self.0 {
-            Step::New(core, request) => {
-                let (named, entry) = (core.whole(request.key), request.entry());
-                (vec![NewPart { core, entry, named }], None)
-            }
-            Step::Units(_, parts) | Step::Joint(parts) => (parts, None),
-            Step::Invalid(parts, error) => (parts, Some(error)),
-            Step::Waiting(_) | Step::Done => {
-                panic!("an Acquire future was polled before `and` or `explain`")
-            }
+            Step::New(request) => request,
+            _ => panic!("an Acquire future was polled before `and` or `explain`"),
         }
     }
 }
@@ -482,63 +500,24 @@ fn set_class(core: &mut Arc<Core>, key: &mut Key, class: &str) {
     }
 }
 
-/// Enters a request of several keys.
-fn enter_joint(parts: &[NewPart]) -> Admission<Taken, Box<Wait>> {
-    let deadline = earliest_deadline(parts);
-    let first = &parts[0];
-    let parts: SmallVec<[PartRef<'_>; 4]> = parts.iter().map(NewPart::as_part).collect();
-    match at_once::take_all_at_once(&parts, deadline) {
-        Some(taken) => Admission::Go(taken),
-        None => wait::slow(&parts, deadline, None, &|| {
-            first.core.label(first.entry.key, None)
-        }),
-    }
-}
-
-/// Refuses a request that has not entered, and counts it under its first key.
-#[cold]
-fn refuse(first: &NewPart, reason: Reason) -> Limited {
-    let NewPart { core, entry, .. } = first;
-    let now = clock::now();
-    let refused = core.refused_request(entry.key);
-    let limited = refused.refuse(reason, Refusal::NEVER, now);
-    core.refused(Some(entry.key), &limited);
-    limited
+/// Makes the permit of a request by hand that had to ask the store.
+fn by_hand(taken: Taken) -> Permit {
+    taken.is_by_hand();
+    Permit::new(taken)
 }
 
 impl Future for Acquire {
     type Output = Result<Permit, Limited>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        loop {
-            match &mut self.0 {
-                Step::New(..) => {
-                    if let Poll::Ready(result) = self.enter_one() {
-                        return Poll::Ready(result);
-                    }
-                }
-                Step::Units(_, parts) | Step::Joint(parts) => {
-                    let admission = enter_joint(parts);
-                    self.0 = Step::Done;
-                    if let Poll::Ready(result) = self.entered(admission) {
-                        return Poll::Ready(result);
-                    }
-                }
-                Step::Invalid(parts, error) => {
-                    let limited = refuse(&parts[0], Reason::InvalidQuota(error.clone()));
-                    self.0 = Step::Done;
-                    return Poll::Ready(Err(limited));
-                }
-                Step::Waiting(wait) => {
-                    let left = ready!(wait.poll_left(cx));
-                    self.0 = Step::Done;
-                    return Poll::Ready(left.map(|taken| {
-                        taken.is_by_hand();
-                        Permit::new(taken)
-                    }));
-                }
-                Step::Done => panic!("an Acquire future was polled after it was ready"),
-            }
+        if let Poll::Ready(result) = self.enter() {
+            return Poll::Ready(result);
         }
+        let Step::Waiting(wait) = &mut self.0 else {
+            panic!("an Acquire future was polled after it was ready");
+        };
+        let left = ready!(wait.poll_left(cx));
+        self.0 = Step::Done;
+        Poll::Ready(left.map(by_hand))
     }
 }

@@ -89,8 +89,10 @@ pub(super) type PerPart<T> = SmallVec<[T; 4]>;
 pub(super) type Costs = PerPart<u32>;
 
 /// Returns the deadline of a request by hand: the earliest of those that the caller has set.
-pub(super) fn earliest_deadline(parts: &[NewPart]) -> Option<Instant> {
-    let deadlines = parts.iter().filter_map(|part| part.entry.deadline);
+pub(super) fn earliest_deadline<'a>(
+    parts: impl IntoIterator<Item = &'a NewPart>,
+) -> Option<Instant> {
+    let deadlines = parts.into_iter().filter_map(|part| part.entry.deadline);
     deadlines.min()
 }
 
