@@ -17,6 +17,7 @@
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{iter, mem};
 
 use smallvec::SmallVec;
 
@@ -109,7 +110,7 @@ impl OfKey {
     }
 
     fn count_units(&mut self) {
-        if !std::mem::replace(&mut self.is_counted, true)
+        if !mem::replace(&mut self.is_counted, true)
             && let Some(slot) = &self.slot
         {
             self.core.add_units(self.key, slot.cost.into());
@@ -164,7 +165,7 @@ impl Taken {
 
     /// Makes the record of a request, which leaves as these probes besides those of its slots.
     pub(super) fn of_all(mut first: OfKey, mut others: Vec<OfKey>, mut probes: Vec<Probe>) -> Self {
-        let all = std::iter::once(&mut first).chain(&mut others);
+        let all = iter::once(&mut first).chain(&mut others);
         probes.extend(all.filter_map(OfKey::probe));
         let is_plain = others.is_empty() && probes.is_empty();
         let rest = (!is_plain).then(|| {
@@ -187,18 +188,17 @@ impl Taken {
     }
 
     pub(super) fn count_units(&mut self) {
-        self.each(OfKey::count_units);
-    }
-
-    fn each(&mut self, act: impl Fn(&mut OfKey)) {
-        act(&mut self.first);
-        let others = self.rest.iter_mut().flat_map(|rest| &mut rest.others);
-        others.for_each(act);
+        self.all_mut().for_each(OfKey::count_units);
     }
 
     fn all(&self) -> impl Iterator<Item = &OfKey> {
         let others = self.rest.iter().flat_map(|rest| &rest.others);
-        std::iter::once(&self.first).chain(others)
+        iter::once(&self.first).chain(others)
+    }
+
+    fn all_mut(&mut self) -> impl Iterator<Item = &mut OfKey> {
+        let others = self.rest.iter_mut().flat_map(|rest| &mut rest.others);
+        iter::once(&mut self.first).chain(others)
     }
 
     /// Returns the units of the first slot.
@@ -232,17 +232,8 @@ impl Taken {
         around::by_hand(self.first.core.id, self.first.key);
     }
 
-    pub(super) fn key(&self) -> Key {
-        self.first.key
-    }
-
     fn wait(&self) -> Option<&PastWait> {
         self.rest.as_ref()?.wait.as_deref()
-    }
-
-    /// Returns how long the request waited.
-    pub(super) fn waited(&self) -> Duration {
-        self.wait().map_or(Duration::ZERO, |wait| wait.waited)
     }
 
     /// Returns how a request counts that leaves with this.
@@ -266,29 +257,6 @@ impl Taken {
         slots.any(|slot| slot.is_lost(now))
     }
 
-    /// Returns whether the slots of the request are valid.
-    pub(super) fn is_valid(&self) -> bool {
-        self.deadline().is_none_or(|until| clock::now() < until)
-    }
-
-    /// Makes the call of a request that is sent by hand, whose true cost may be stated later.
-    pub(super) fn begin(self) -> Result<Sent, Limited> {
-        if self.is_valid() {
-            return Ok(self.leave(true));
-        }
-        let now = clock::now();
-        let OfKey { core, key, .. } = &self.first;
-        let request = RefusedRequest {
-            waited: self.waited(),
-            turns: self.wait().map_or(0, |wait| wait.turns),
-            ..core.refused_request(*key)
-        };
-        let limited = request.refuse(Reason::Expired, Refusal::NEVER, now);
-        events::limited(&core.settings.tally, &limited);
-        self.give_back();
-        Err(limited)
-    }
-
     /// Makes the call of the request, which leaves now.
     pub(crate) fn sent(self) -> Sent {
         self.leave(false)
@@ -297,15 +265,14 @@ impl Taken {
     /// Makes the call of the request. It `keeps` its slots, so that its true cost can be stated later. Otherwise it
     /// keeps them only if the layer settles.
     fn leave(mut self, keeps: bool) -> Sent {
+        let in_flight_slots = self.all_mut().filter_map(|part| part.in_flight_slot.take());
+        let in_flight_slot = in_flight_slots.reduce(InFlightSlot::and);
         let Rest {
             mut others,
             probes,
             wait,
             kind,
         } = self.rest.take().map_or_else(Rest::default, |rest| *rest);
-        let all = std::iter::once(&mut self.first).chain(&mut others);
-        let in_flight_slots = all.filter_map(|part| part.in_flight_slot.take());
-        let in_flight_slot = in_flight_slots.reduce(InFlightSlot::and);
         let joint = others.iter_mut().map(|part| part.sent(keeps));
         let mut sent = Sent::of_all(self.first.sent(keeps), joint);
         if wait.is_some() || !probes.is_empty() || in_flight_slot.is_some() {
@@ -326,33 +293,29 @@ impl Taken {
         PerPart<Option<InFlightSlot>>,
         Vec<Probe>,
     ) {
-        let mut rest = self.rest.take().map_or_else(Rest::default, |rest| *rest);
-        let parts = std::iter::once(&mut self.first).chain(&mut rest.others);
-        let taken = parts.map(|part| {
+        let taken = self.all_mut().map(|part| {
             let slot = part.bare_slot(&mut Vec::new());
             (slot, part.in_flight_slot.take())
         });
         let (slots, in_flight) = taken.unzip();
-        (slots, in_flight, rest.probes)
+        (slots, in_flight, self.take_probes())
     }
 
-    /// Gives back what a request has that was certainly not sent, also if it is that of a permit.
-    pub(super) fn give_back(mut self) {
-        self.may_have_left = false;
+    fn take_probes(&mut self) -> Vec<Probe> {
+        let rest = self.rest.as_mut();
+        rest.map_or_else(Vec::new, |rest| mem::take(&mut rest.probes))
     }
 
     #[cold]
     fn go_back(&mut self) {
-        let mut rest = self.rest.take().unwrap_or_default();
-        let probes = &mut rest.probes;
-        let parts = std::iter::once(&mut self.first).chain(&mut rest.others);
-        let parts = parts.map(|part| {
-            let slot = part.bare_slot(probes);
+        let mut probes = self.take_probes();
+        let parts = self.all_mut().map(|part| {
+            let slot = part.bare_slot(&mut probes);
             (&part.core, part.key, slot)
         });
         let parts: SmallVec<[_; 1]> = parts.collect();
         // The hosts first, so that the next request can be their probe.
-        probes.clear();
+        drop(probes);
         for (core, key, slot) in parts {
             if let Some(slot) = slot {
                 core.give_back(key, slot);
@@ -402,12 +365,12 @@ impl Permit {
 
     /// Returns whether the request may still be sent: whether the deadline has not passed.
     pub fn is_valid(&self) -> bool {
-        self.0.is_valid()
+        self.deadline().is_none_or(|until| clock::now() < until)
     }
 
     /// Returns how long the request waited for this permit.
     pub fn waited(&self) -> Duration {
-        self.0.waited()
+        self.0.wait().map_or(Duration::ZERO, |wait| wait.waited)
     }
 
     /// States that the request is sent now.
@@ -420,7 +383,20 @@ impl Permit {
     /// [`Reason::Expired`] if the [`deadline`](Permit::deadline) has passed. The permit was given back then: acquire
     /// another one.
     pub fn begin(self) -> Result<Sent, Limited> {
-        self.0.begin()
+        if self.is_valid() {
+            return Ok(self.0.leave(true));
+        }
+        let now = clock::now();
+        let OfKey { core, key, .. } = &self.0.first;
+        let request = RefusedRequest {
+            waited: self.waited(),
+            turns: self.0.wait().map_or(0, |wait| wait.turns),
+            ..core.refused_request(*key)
+        };
+        let limited = request.refuse(Reason::Expired, Refusal::NEVER, now);
+        events::limited(&core.settings.tally, &limited);
+        self.give_back();
+        Err(limited)
     }
 
     /// Makes the call of a request that got the permit just now.
@@ -430,15 +406,15 @@ impl Permit {
 
     /// Ends the permit of a request that was certainly not sent. Its slot goes to the next waiter,
     /// or else back to the store.
-    pub fn give_back(self) {
-        self.0.give_back();
+    pub fn give_back(mut self) {
+        self.0.may_have_left = false;
     }
 }
 
 impl std::fmt::Debug for Permit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Permit")
-            .field("key", &self.0.key())
+            .field("key", &self.0.first.key)
             .field("waited", &self.waited())
             .finish_non_exhaustive()
     }
