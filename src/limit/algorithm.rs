@@ -176,15 +176,6 @@ impl Algorithm {
         }
     }
 
-    /// Returns how many units may leave at `now`.
-    pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        match self {
-            Algorithm::Window(window) => window.free(now, advance),
-            Algorithm::Bucket(bucket) => bucket.room(now, PermitTime::MOMENT, advance),
-            Algorithm::Fixed(fixed) => fixed.room(now, advance),
-        }
-    }
-
     /// Returns how many units count as used at `now`, without the advance bookings.
     pub(super) fn used(&self, now: Micros) -> u64 {
         match self {

@@ -625,7 +625,8 @@ impl Ledger {
         if self.earliest() > self.now {
             0
         } else {
-            self.limits.free(self.now, advance(&self.rare))
+            self.limits
+                .room(self.now, PermitTime::MOMENT, advance(&self.rare))
         }
     }
 

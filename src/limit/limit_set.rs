@@ -327,7 +327,7 @@ impl LimitSet {
         (Micros::MAX, None)
     }
 
-    /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
+    /// Returns how many units may leave at `slot`, which is now, or not before the first slot of one unit.
     pub(super) fn room(
         &mut self,
         slot: Micros,
@@ -335,7 +335,7 @@ impl LimitSet {
         advance: &[AdvanceBooking],
     ) -> u64 {
         let rooms = self.owned().map(|state| state.room(slot, open, advance));
-        rooms.min().unwrap_or(0)
+        rooms.min().unwrap_or(u64::MAX)
     }
 
     /// Returns whether a permit with this slot becomes an advance booking, if its first free slot
@@ -437,12 +437,6 @@ impl LimitSet {
         self.states.limiting().any(LimitState::is_shared)
     }
 
-    /// Returns how many units may leave now.
-    pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let free = self.owned().map(|state| state.free(now, advance));
-        free.min().unwrap_or(u64::MAX)
-    }
-
     /// Returns each limit with its used units, its free units, and the units reserved for other
     /// clients.
     pub(super) fn usage(
@@ -454,7 +448,7 @@ impl LimitSet {
             (
                 state.limit,
                 state.rule.used_and_booked(now, advance),
-                state.free(now, advance),
+                state.room(now, PermitTime::MOMENT, advance),
                 state.reserved(now),
             )
         })

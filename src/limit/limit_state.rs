@@ -106,12 +106,6 @@ impl LimitState {
         self.rule.room(slot, open, advance).saturating_sub(reserved)
     }
 
-    /// Returns how many units may leave at `now`.
-    pub(super) fn free(&mut self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let reserved = self.reserved(now);
-        self.rule.free(now, advance).saturating_sub(reserved)
-    }
-
     /// Returns whether other clients are known to use the limit too.
     pub(super) fn is_shared(&self) -> bool {
         self.external.is_some()

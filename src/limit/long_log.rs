@@ -123,6 +123,10 @@ impl LongLog {
             mut before,
         } = self.cursor;
         let left = |chunk: &Chunk| chunk.stamp.saturating_add(span) <= slot;
+        // Mostly no chunk has left.
+        if self.chunks.front().is_some_and(|oldest| !left(oldest)) {
+            return self.total;
+        }
         while index > 0 && !left(&self.chunks[index - 1]) {
             index -= 1;
             before -= self.chunks[index].count;

@@ -130,9 +130,7 @@ impl Window {
         advance: &'a [AdvanceBooking],
     ) -> WindowSweep<'a, impl Iterator<Item = Chunk> + 'a> {
         let begin = end.saturating_sub(self.span);
-        let log = self.chunks().skip_while(move |chunk| chunk.stamp <= begin);
-        let used = log.clone().map(|chunk| chunk.count).sum();
-        WindowSweep::new(begin, self.span, used, log, advance)
+        WindowSweep::new(begin, self.span, self.used(), self.chunks(), advance)
     }
 
     /// Returns the first moment, not before `from`, that the log allows.
@@ -159,41 +157,6 @@ impl Window {
             Log::Long(log) => log.used_at(self.span, slot),
         };
         self.limit().saturating_sub(used)
-    }
-
-    /// Returns how many units may be used now. `advance` has removed the chunks that are older than
-    /// the window.
-    pub(super) fn free(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let used = if advance.is_empty() {
-            self.used()
-        } else {
-            self.most_now(now, advance)
-        };
-        self.limit().saturating_sub(used)
-    }
-
-    /// Returns the most units that count in a window that ends from now on and begins before now.
-    /// The bookings lie ahead, so they only enter such a window, and only chunks leave it.
-    fn most_now(&self, now: Micros, advance: &[AdvanceBooking]) -> u64 {
-        let in_reach = advance
-            .iter()
-            .take_while(|booking| booking.slot < self.end(now));
-        let mut bookings = in_reach.peekable();
-        let (mut units, mut most) = (self.used(), self.used());
-        let chunks = self.chunks().map(|chunk| (chunk.stamp, chunk.count));
-        for (stamp, count) in chunks.chain([(now, 0)]) {
-            if bookings.peek().is_none() {
-                break;
-            }
-            // The chunk leaves at its stamp. Until then, the bookings enter that are earlier than this end.
-            let end = self.end(stamp.min(now));
-            while let Some(booking) = bookings.next_if(|booking| booking.slot < end) {
-                units += booking.units;
-            }
-            most = most.max(units);
-            units -= count;
-        }
-        most
     }
 
     /// Returns the units in the log.

@@ -33,36 +33,29 @@ pub(super) struct WindowSweep<'a, L: Iterator<Item = Chunk>> {
 }
 
 impl<'a, L: Iterator<Item = Chunk>> WindowSweep<'a, L> {
-    /// Makes a window that begins at `at`. `used` units of the log count in it, and `log` has their
-    /// chunks.
+    /// Makes a window that begins at `begin`, beside a log of `used` units.
     pub(super) fn new(
-        at: Micros,
+        begin: Micros,
         span: Micros,
         used: u64,
         log: L,
         advance: &'a [AdvanceBooking],
     ) -> Self {
-        let mut leaving: SmallVec<[(Micros, u64); 8]> = advance
-            .iter()
-            .filter(|booking| booking.stamp > at)
+        let bookings = advance.iter();
+        let mut leaving: SmallVec<[(Micros, u64); 8]> = bookings
             .map(|booking| (booking.stamp, booking.units))
             .collect();
         leaving.sort_unstable_by(|one, other| other.cmp(one));
-        let reached = advance.partition_point(|booking| booking.slot <= at.saturating_add(span));
-        let (reached, ahead) = advance.split_at(reached);
-        let booked: u64 = reached
-            .iter()
-            .filter(|booking| booking.stamp > at)
-            .map(|booking| booking.units)
-            .sum();
-        WindowSweep {
+        let mut sweep = WindowSweep {
             span,
-            at,
-            units: used + booked,
+            at: begin,
+            units: used,
             log: log.peekable(),
-            ahead,
+            ahead: advance,
             leaving,
-        }
+        };
+        sweep.move_to(begin);
+        sweep
     }
 
     /// Returns when the units of the window change next.
@@ -76,7 +69,7 @@ impl<'a, L: Iterator<Item = Chunk>> WindowSweep<'a, L> {
         [leaves_log, leaves, enters].into_iter().flatten().min()
     }
 
-    /// Moves the beginning of the window to `at`, the next change.
+    /// Moves the beginning of the window to `at`.
     fn move_to(&mut self, at: Micros) {
         self.at = at;
         while let Some((first, rest)) = self.ahead.split_first()

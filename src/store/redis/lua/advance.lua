@@ -44,89 +44,49 @@ local function cold_advance()
     return slots[1] and slots[1] < slot + limit.window + length
   end
 
-  -- Moves the window (at, at + span] of a limit from where it ends at `slot`, as
-  -- src/limit/window_sweep.rs does. With `most`, returns the end of the first window from which on
-  -- at most so many units count, until the beginning has moved by the span and `length`. Without
-  -- it, returns the most units that count until then.
+  -- Moves a window of a limit from where it ends at `slot`, as src/limit/window_sweep.rs does. Returns the
+  -- end of the first window from which on at most `most` units count in each window, until its end
+  -- has moved by the span and `length`. Also returns the most units that counted.
   local function sweep(limit, slot, length, most)
-    local span, at, counting = limit.window, slot - limit.window, 0
-    local chunk_count, chunk_stamps, chunk_units = 0, {}, {}
-    for i = 0, limit.n - 1 do
-      local stamp, count = limit.rule.chunk(limit, i)
-      if stamp > at then
-        chunk_count = chunk_count + 1
-        chunk_stamps[chunk_count], chunk_units[chunk_count] = stamp, count
-        counting = counting + count
+    local span, counting = limit.window, limit.total
+    -- The chunk and the booking that leave next, and the booking that enters next, with the ends at
+    -- which they do. `leaving` has the numbers of the bookings that have entered, sorted by stamp.
+    local chunk, chunk_stamp, chunk_units = 0, limit.rule.chunk(limit, 0)
+    local leaving, leaves, leaves_at = {}, 1, NEVER
+    local enters, enters_at = 1, slots[1] or NEVER
+    local function move_to(last)
+      while enters_at <= last do
+        local i, stamp = #leaving + 1, stamps[enters]
+        while i > leaves and stamps[leaving[i - 1]] > stamp do
+          leaving[i] = leaving[i - 1]
+          i = i - 1
+        end
+        leaving[i] = enters
+        if i == leaves then leaves_at = stamp + span end
+        counting, enters = counting + units[enters], enters + 1
+        enters_at = slots[enters] or NEVER
       end
-    end
-    -- `leaving` has the numbers of the bookings that the window has reached, sorted by stamp. Booking
-    -- `ahead` and those behind it are not reached yet.
-    local ahead, leaving, leaves = 1, {}, 1
-    local function enter()
-      local i = #leaving + 1
-      while i > leaves and stamps[leaving[i - 1]] > stamps[ahead] do
-        leaving[i] = leaving[i - 1]
-        i = i - 1
-      end
-      leaving[i] = ahead
-      counting = counting + units[ahead]
-    end
-    while slots[ahead] and slots[ahead] <= slot do
-      if stamps[ahead] > at then enter() end
-      ahead = ahead + 1
-    end
-    local chunk, largest = 1, counting
-    local clear_from = most and counting <= most and at or nil
-    while true do
-      local change = chunk <= chunk_count and chunk_stamps[chunk] or NEVER
-      if leaving[leaves] and stamps[leaving[leaves]] < change then change = stamps[leaving[leaves]] end
-      if slots[ahead] and slots[ahead] - span < change then change = slots[ahead] - span end
-      if change == NEVER then break end
-      if most then
-        if clear_from and change >= clear_from + span + length then break end
-      elseif change >= slot + length then
-        break
-      end
-      while slots[ahead] and slots[ahead] - span <= change do
-        enter()
-        ahead = ahead + 1
-      end
-      while leaving[leaves] and stamps[leaving[leaves]] <= change do
+      while leaves_at <= last do
         counting, leaves = counting - units[leaving[leaves]], leaves + 1
+        leaves_at = leaving[leaves] and stamps[leaving[leaves]] + span or NEVER
       end
-      while chunk <= chunk_count and chunk_stamps[chunk] <= change do
-        counting, chunk = counting - chunk_units[chunk], chunk + 1
-      end
-      if most then
-        clear_from = counting <= most and (clear_from or change) or nil
-      elseif counting > largest then
-        largest = counting
+      while chunk_stamp + span <= last do
+        counting, chunk = counting - chunk_units, chunk + 1
+        chunk_stamp, chunk_units = limit.rule.chunk(limit, chunk)
       end
     end
-    if not most then return largest end
-    local first_end = (clear_from or slot - span) + span
-    return first_end > slot and first_end or slot
-  end
-
-  -- Returns the most units that count in a window of a limit that ends from now on and begins before
-  -- now, as `most_now` in src/limit/window.rs does. Bookings lie ahead, so they only enter such a
-  -- window, and only chunks leave it.
-  local function most_now(limit)
-    local now, span, counting, most = state.now, limit.window, limit.total, limit.total
-    local i = 1
-    for k = 0, limit.n do
-      if not slots[i] or slots[i] >= now + span then break end
-      -- Chunk k leaves at its stamp. Until then, the bookings enter that are earlier than this end.
-      local stamp, count = now, 0
-      if k < limit.n then stamp, count = limit.rule.chunk(limit, k) end
-      local to = (stamp < now and stamp or now) + span
-      while slots[i] and slots[i] < to do
-        i, counting = i + 1, counting + units[i]
-      end
-      if counting > most then most = counting end
-      counting = counting - count
+    move_to(slot)
+    local first_end, largest = counting <= most and slot or nil, counting
+    while true do
+      local change = chunk_stamp + span
+      if leaves_at < change then change = leaves_at end
+      if enters_at < change then change = enters_at end
+      -- After the last change no unit counts.
+      if change >= NEVER or (first_end and change >= first_end + span + length) then return first_end, largest end
+      move_to(change)
+      first_end = counting <= most and (first_end or change) or nil
+      if counting > largest then largest = counting end
     end
-    return most
   end
 
   -- Returns whether at most `most` units are booked of which a part may count in a window from
@@ -150,17 +110,10 @@ local function cold_advance()
       return sweep(limit, slot, length, limit.count > cost and limit.count - cost or 0)
     end
 
-    function rule.room(limit, slot, life)
-      local length = life + state.slack
+    function rule.room(limit, slot, length)
       if not is_in_reach(limit, slot, length) then return plain.room(limit, slot) end
-      local room = limit.count - sweep(limit, slot, length)
-      return room > 0 and room or 0
-    end
-
-    function rule.free(limit)
-      local free, least = plain.free(limit), limit.count - most_now(limit)
-      if least < free then free = least end
-      return free > 0 and free or 0
+      local _, most = sweep(limit, slot, length, NEVER)
+      return limit.count > most and limit.count - most or 0
     end
 
     function rule.fresh_from(limit)
@@ -233,22 +186,13 @@ local function cold_advance()
       return with_moment(limit, at, early, plain.first_slot, from, cost)
     end
 
-    -- Returns how many units may leave at `slot`, with stamps that are `length` later.
-    local function room(limit, slot, length)
+    function rule.room(limit, slot, length)
       local i = first_from(slot + 1)
       local at, early = replayed(limit, i)
       local most = with_moment(limit, at, early, plain.room, slot)
       if not slots[i] then return most end
       at, early = cold.after(limit, at, early, slot + length, 0)
       return cold.most_between(limit, most, at, early, latest_full(limit, i))
-    end
-
-    function rule.room(limit, slot, life)
-      return room(limit, slot, life + state.slack)
-    end
-
-    function rule.free(limit)
-      return room(limit, state.now, 0)
     end
 
     function rule.fresh_from(limit)
@@ -279,21 +223,8 @@ local function cold_advance()
     return booked[number] or 0
   end
 
-  -- Makes the rule of fixed windows count the bookings.
+  -- Makes the rule of fixed windows count the bookings. fixed.lua asks for the units itself.
   local function extend_fixed(rule, plain)
-    function rule.booked_in(limit, number)
-      return booked_in(limit, number)
-    end
-
-    function rule.room(limit, slot)
-      local room = plain.room(limit, slot) - booked_in(limit, rule.number_of(limit, slot))
-      return room > 0 and room or 0
-    end
-
-    function rule.free(limit)
-      return rule.room(limit, state.now)
-    end
-
     function rule.fresh_from(limit)
       local from = plain.fresh_from(limit)
       for i = 1, #slots do
@@ -309,9 +240,7 @@ local function cold_advance()
 
   -- Makes a rule count the bookings. Its functions without them stay in `rule.plain`.
   local function extend(kind, rule)
-    rule.plain = {
-      first_slot = rule.first_slot, room = rule.room, free = rule.free, fresh_from = rule.fresh_from,
-    }
+    rule.plain = { first_slot = rule.first_slot, room = rule.room, fresh_from = rule.fresh_from }
     extensions[kind](rule, rule.plain)
   end
 
@@ -541,7 +470,7 @@ local function cold_advance()
     extend(kind, rule)
   end
   state.cold_advance = {
-    extend = extend, booked_until = booked_until, insert_due = insert_due,
+    extend = extend, booked_in = booked_in, booked_until = booked_until, insert_due = insert_due,
     is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }

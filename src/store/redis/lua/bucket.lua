@@ -100,11 +100,6 @@ local function bucket_rule()
 
   local function advance() end
 
-  -- Returns how many units may leave now.
-  local function free(limit)
-    return room(limit, state.now)
-  end
-
   -- Reads a record.
   local function read(s, from)
     local kind, count, window, capacity, guard, last_stated, n, room, full_at, early, base, refundable, queued_from,
@@ -127,7 +122,7 @@ local function bucket_rule()
     entry = DELAYED, size = DELAYED_SIZE,
     fields = { 'slot', 'units', 'before', 'before_early', 'after', 'after_early', 'queued_from' },
     first_slot = first_slot, room = room, insert = insert, fresh_from = fresh_from, advance = advance,
-    free = free, read = read, record = record,
+    read = read, record = record,
   }
 
   -- Returns the rule with the functions that few calls need.

@@ -47,12 +47,6 @@ local function forgotten_from(limit)
   return from
 end
 
--- Returns how many of `units` are not reserved for other clients at a moment.
-local function unreserved(units, limit, at)
-  if limit.external then units = units - reserved(limit, at) end
-  return units > 0 and units or 0
-end
-
 -- Returns the first moment, not before `from`, at which a limit allows `cost` and the units that
 -- are reserved then.
 local function first_slot_unreserved(limit, from, cost, life)

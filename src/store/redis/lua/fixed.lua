@@ -48,10 +48,11 @@ local function fixed_rule()
     return #list + 1, nil
   end
 
-  -- Returns the units used in window `number`.
+  -- Returns the units used in window `number`, or booked there in advance.
   local function units_in(limit, number)
     local _, use = find_use(limit, number)
-    return use and use.units or 0
+    local booked = state.cold_advance and state.cold_advance.booked_in(limit, number) or 0
+    return use and use.units + booked or booked
   end
 
   -- Adds units to a window.
@@ -113,20 +114,12 @@ local function fixed_rule()
     local most = limit.count - reserved > cost and limit.count - reserved or cost
     -- The guard of a caller that does not know this limit may be longer than a window.
     local guard = math.min(guard, math.floor(limit.window / 4))
-    local list, number, open = entries(limit), number_of(limit, from), limit.window - 2 * guard
-    if number < limit.open_from then number = limit.open_from end
+    local number, open = math.max(number_of(limit, from), limit.open_from), limit.window - 2 * guard
     open = open > life and open - life or 0
-    local i = find_use(limit, number)
     while true do
-      local start, use = number * limit.window - limit.phase + guard, list[i]
-      local slot, units = from > start and from or start, 0
-      if use and use.number == number then
-        units, i = use.units, i + 1
-      end
-      if limit.rule.booked_in then units = units + limit.rule.booked_in(limit, number) end
-      if slot <= start + open and units + cost <= most then
-        return slot
-      end
+      local start = number * limit.window - limit.phase + guard
+      local slot = from > start and from or start
+      if slot <= start + open and units_in(limit, number) + cost <= most then return slot end
       if start >= NEVER then return NEVER end
       number = number + 1
     end
@@ -175,14 +168,10 @@ local function fixed_rule()
     return last > 0 and last * limit.window - limit.phase or 0
   end
 
-  -- Returns how many units may leave now.
-  local function free(limit)
-    return room(limit, state.now)
-  end
-
   -- Returns the units used in the current window.
   local function used(limit)
-    return units_in(limit, number_of(limit, state.now))
+    local _, use = find_use(limit, number_of(limit, state.now))
+    return use and use.units or 0
   end
 
   -- Makes windows without units.
@@ -210,7 +199,7 @@ local function fixed_rule()
   local rule = {
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
     advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
-    = charge, subtract = subtract, number_of = number_of, add = add, booked_in = false, fresh_from = fresh_from, free = free, used = used, new = new, read = read, record =
+    = charge, subtract = subtract, number_of = number_of, add = add, fresh_from = fresh_from, used = used, new = new, read = read, record =
     record, cold = 0,
   }
   function rule.cold() return rule end

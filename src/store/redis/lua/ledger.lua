@@ -17,10 +17,11 @@ local MOST_ROUNDS = 1000
 --   read(s, from), record        unpack and pack the record
 --   size                         the bytes of an entry
 --   advance                      forgets what is older than the window
---   first_slot(from, cost, life, reserved), room(slot, life)
---                                the first slot of a permit; how many units may leave at a slot
+--   first_slot(from, cost, life, reserved), room(slot, length)
+--                                the first slot of a permit; how many units may leave at a slot, with
+--                                stamps that are `length` later
 --   insert(slot, stamp, units)   counts the units of a permit
---   free, fresh_from             the units that may leave now; when all use is forgotten
+--   fresh_from                   when all use is forgotten
 --   cold()                       returns a table with the functions that few calls need:
 --     charge, subtract             units that were used without a permit; units that were not used
 --     used, new                    the units in use; an empty limit
@@ -32,10 +33,10 @@ local MOST_ROUNDS = 1000
 --   see                          bucket: a statement of the upstream
 --   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
---   number_of, add, booked_in    fixed window: the number of a window, and its units
+--   number_of, add               fixed window: the number of a window; adds units to it
 --   after, latest_full_before, most_between
 --                                bucket: permits that are replayed
--- If there are advance bookings, `cold_advance` replaces first_slot, room, free and fresh_from.
+-- If there are advance bookings, `cold_advance` replaces first_slot, room and fresh_from.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 -- Returns the functions of a kind of limit.
@@ -122,18 +123,26 @@ local function other_records()
   return external .. quota .. advance, shared + quota_count + advance_count
 end
 
--- Returns how many units may leave now: the fewest of all limits.
-local function free_now()
-  if state.earliest > state.now then return 0 end
+-- Returns how many units of a limit may leave at `slot`, with stamps that are `length` later.
+local function room_of(limit, slot, length)
+  local units = limit.rule.room(limit, slot, length)
+  if limit.external then units = units - reserved(limit, slot) end
+  return units > 0 and units or 0
+end
+
+-- Returns the same of all limits: the fewest units.
+local function room(slot, length)
   local least = NEVER
   for i = 1, state.limiting do
-    local limit = state[i]
-    if limit ~= state.pace then
-      local free = unreserved(limit.rule.free(limit), limit, state.now)
-      if free < least then least = free end
-    end
+    local units = state[i] ~= state.pace and room_of(state[i], slot, length) or NEVER
+    if units < least then least = units end
   end
   return least
+end
+
+-- Returns how many units may leave now.
+local function free_now()
+  return state.earliest > state.now and 0 or room(state.now, 0)
 end
 
 -- Returns the functions that few calls need. Makes them first.

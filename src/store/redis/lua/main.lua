@@ -39,14 +39,7 @@ local function book(cost, count, life, from, last, segments)
       end
       fits = 1
       if count > 1 and not state.borrows then
-        local least = NEVER
-        for i = 1, state.limiting do
-          if state[i] ~= state.pace then
-            local room = unreserved(state[i].rule.room(state[i], slot, life), state[i], slot)
-            if room < least then least = room end
-          end
-        end
-        fits = math.floor(least / cost)
+        fits = math.floor(room(slot, life + state.slack) / cost)
         if fits > count then fits = count end
         if fits < 1 then fits = 1 end
       end
@@ -220,7 +213,7 @@ if operation == PEEK then
     local limit = limits[i]
     used[i] = limit.rule.cold().used(limit)
     if state.cold_advance then used[i] = used[i] + state.cold_advance.booked_until(limit, NEVER) end
-    free[i] = unreserved(limit.rule.free(limit), limit, now)
+    free[i] = room_of(limit, now, 0)
   end
   local all_free = free_now()
   if recovering > 0 then

@@ -71,8 +71,9 @@ local function window_rule()
     return limit.ring[place + 1]
   end
 
-  -- Returns the stamp and the units of chunk i.
+  -- Returns the stamp and the units of chunk i. Behind the newest chunk: NEVER, and no units.
   local function chunk(limit, i)
+    if i == limit.n then return NEVER, 0 end
     return stamp_of(limit, i), units_of(limit, i)
   end
 
@@ -365,8 +366,10 @@ local function window_rule()
   end
 
   -- Returns how many units may leave at `slot`, which is not before the first slot of one unit.
-  local function room_at(limit, slot)
+  local function room(limit, slot)
     local index, before, gone = limit.cursor_index, limit.cursor_before, slot - limit.window
+    -- Mostly no chunk has left.
+    if limit.n > 0 and stamp_of(limit, 0) > gone then index, before = 0, 0 end
     while index > 0 and stamp_of(limit, index - 1) > gone do
       index = index - 1
       before = before - units_of(limit, index)
@@ -377,11 +380,6 @@ local function window_rule()
     end
     local room = limit.count - (limit.total - before)
     return room > 0 and room or 0
-  end
-
-  -- Returns how many units may leave now. `advance` has removed what is older than the window.
-  local function free(limit)
-    return limit.count > limit.total and limit.count - limit.total or 0
   end
 
   -- Adds units of a stamp to the log. They join a chunk with the same stamp, or else a neighbour
@@ -430,6 +428,6 @@ local function window_rule()
 
   return {
     size = CHUNK_SIZE, cold = cold, chunk = chunk, read = read, record = record, write = write, advance = advance,
-    first_slot = first_slot, room = room_at, insert = insert, free = free, fresh_from = fresh_from,
+    first_slot = first_slot, room = room, insert = insert, fresh_from = fresh_from,
   }
 end
