@@ -24,9 +24,6 @@ local function cold_advance()
   local MOST_JOINED_WINDOWS = 8
   -- The bookings, sorted by slot: a list of each of their numbers, as they are packed.
   local slots, last_slots, stamps, units = {}, {}, {}, {}
-  -- What neighbours would cost if they joined, by the number of the first one. Only calls that find
-  -- the list full know it.
-  local costs = nil
 
   -- Returns the number of the first booking whose slot is not before `slot`.
   local function first_from(slot)
@@ -265,16 +262,10 @@ local function cold_advance()
     end
   end
 
-  -- Takes booking number i out of the list. Returns its numbers.
-  local function take_out(i)
-    return table.remove(slots, i), table.remove(last_slots, i), table.remove(stamps, i), table.remove(units, i)
-  end
-
   -- Removes booking number i. Returns its numbers.
   local function remove(i)
     changed(i)
-    costs = nil
-    return take_out(i)
+    return table.remove(slots, i), table.remove(last_slots, i), table.remove(stamps, i), table.remove(units, i)
   end
 
   -- Moves the bookings whose slot has come into the limits.
@@ -321,79 +312,51 @@ local function cold_advance()
     end
   end
 
-  -- Notes what booking number i and the next one would cost if they joined: for how much longer
-  -- units would count, times the units. All would count from the first slot to the latest stamp.
-  -- Infinite if their slots are too many fixed windows apart.
-  local function note_cost(i)
-    local k = i + 1
-    if not slots[k] then return end
-    local stamp = math.max(stamps[i], stamps[k])
-    costs[i] = math.max(last_slots[i], last_slots[k]) - slots[i] > costs.longest and math.huge
-      or (stamp - stamps[i]) * units[i] + (stamp - slots[i] - stamps[k] + slots[k]) * units[k]
-  end
-
-  -- Notes the costs of joins with booking number i, which is new or has changed.
-  local function note_costs(i)
-    if i > 1 then note_cost(i - 1) end
-    note_cost(i)
-  end
-
   -- Returns the number of the first of the two neighbours whose joint units would count the least
-  -- longer. Their slots are few fixed windows apart.
+  -- longer: from the first slot to the latest stamp. Their slots are few fixed windows apart.
   local function cheapest_join()
-    if not costs then
-      costs = { longest = NEVER }
-      for i = 1, #state do
-        local limit = state[i]
-        if limit.kind == FIXED and limit.window * MOST_JOINED_WINDOWS < costs.longest then
-          costs.longest = limit.window * MOST_JOINED_WINDOWS
-        end
-      end
-      for i = 1, #slots - 1 do
-        note_cost(i)
-      end
+    local longest, cheapest, least = NEVER, nil, math.huge
+    for i = 1, #state do
+      local limit = state[i]
+      if limit.kind == FIXED then longest = math.min(longest, limit.window * MOST_JOINED_WINDOWS) end
     end
-    local cheapest, least = nil, math.huge
+    local slot, stamp, count = slots[1], stamps[1], units[1]
     for i = 1, #slots - 1 do
-      if costs[i] < least then cheapest, least = i, costs[i] end
+      local later_slot, later_stamp, later_count = slots[i + 1], stamps[i + 1], units[i + 1]
+      local latest = stamp > later_stamp and stamp or later_stamp
+      local cost = (latest - stamp) * count + (latest - slot - later_stamp + later_slot) * later_count
+      if cost < least and math.max(last_slots[i], last_slots[i + 1]) - slot <= longest then
+        cheapest, least = i, cost
+      end
+      slot, stamp, count = later_slot, later_stamp, later_count
     end
     return cheapest
   end
 
-  -- Returns how one more booking has room in the list, for `add`. Returns nil if it has none.
-  local function place_for(slot, stamp)
-    local same = exact(slot, stamp)
-    if same then return { same = same } end
-    local join = #slots >= MOST_ADVANCE and cheapest_join()
-    if join or #slots < MOST_ADVANCE then return { join = join } end
-  end
-
-  -- Adds units of permits. If there are too many bookings, two neighbours join.
-  local function add(place, slot, stamp, count)
-    local i = place.same or place.join
-    if place.same then
+  -- Adds units of permits. If there are too many bookings, two neighbours join. Returns false, and adds
+  -- nothing, if none may join.
+  local function add(slot, stamp, count)
+    local i = exact(slot, stamp)
+    if i then
       units[i] = units[i] + count
-    elseif place.join then
-      local _, last_slot, later_stamp, later_units = take_out(i + 1)
-      table.remove(costs, i + 1)
+      changed(i)
+      return true
+    end
+    if #slots >= MOST_ADVANCE then
+      i = cheapest_join()
+      if not i then return false end
+      local _, last_slot, later_stamp, later_units = remove(i + 1)
       last_slots[i], stamps[i] = math.max(last_slots[i], last_slot), math.max(stamps[i], later_stamp)
       units[i] = units[i] + later_units
-    end
-    if i then
-      if costs then note_costs(i) end
       changed(i)
     end
-    if place.same then return end
     i = first_from(slot + 1)
     table.insert(slots, i, slot)
     table.insert(last_slots, i, slot)
     table.insert(stamps, i, stamp)
     table.insert(units, i, count)
-    if costs then
-      table.insert(costs, i, math.huge)
-      note_costs(i)
-    end
     changed(i)
+    return true
   end
 
   -- Returns the number of the only joined booking that may contain a permit, and how many may.
@@ -429,7 +392,6 @@ local function cold_advance()
       count = all
     else
       units[i] = units[i] - count
-      costs = nil
       changed(i)
     end
     for k = 1, #state do
@@ -471,7 +433,7 @@ local function cold_advance()
   end
   state.cold_advance = {
     extend = extend, booked_in = booked_in, booked_until = booked_until, insert_due = insert_due,
-    is_in_advance = is_in_advance, place_for = place_for, add = add, may_contain = may_contain, erase = erase, read = read,
+    is_in_advance = is_in_advance, add = add, may_contain = may_contain, erase = erase, read = read,
     record = record, region = region,
   }
   return state.cold_advance

@@ -32,19 +32,14 @@ local function book(cost, count, life, from, last, segments)
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
       stamp = slot + life + state.slack
-      local is_in_advance, place = advance and advance.is_in_advance(slot, from, cost, life), nil
-      if is_in_advance then
-        place = advance.place_for(slot, stamp)
-        if not place then return slot, refusing end
-      end
       fits = 1
       if count > 1 and not state.borrows then
         fits = math.floor(room(slot, life + state.slack) / cost)
         if fits > count then fits = count end
         if fits < 1 then fits = 1 end
       end
-      if is_in_advance then
-        advance.add(place, slot, stamp, cost * fits)
+      if advance and advance.is_in_advance(slot, from, cost, life) then
+        if not advance.add(slot, stamp, cost * fits) then return slot, refusing end
       else
         insert(slot, stamp, cost * fits)
       end
