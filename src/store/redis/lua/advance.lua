@@ -14,6 +14,8 @@
 -- Returns the functions that few calls need. Makes them first.
 local function cold_advance()
   if state.cold_advance then return state.cold_advance end
+  local advance = {}
+  state.cold_advance = advance
 
   -- A slot that is at most this much later than the first free slot goes into the logs, in
   -- microseconds. A fiftieth of the shortest window applies if that is longer.
@@ -205,7 +207,7 @@ local function cold_advance()
   end
 
   -- Returns the units booked in a fixed window. `limit.booked` keeps them by the number of the window.
-  local function booked_in(limit, number)
+  function advance.booked_in(limit, number)
     local booked = limit.booked
     if not booked then
       booked = {}
@@ -236,14 +238,14 @@ local function cold_advance()
   local extensions = { extend_window, extend_bucket, extend_fixed }
 
   -- Makes a rule count the bookings. Its functions without them stay in `rule.plain`.
-  local function extend(kind, rule)
+  function advance.extend(kind, rule)
     rule.plain = { first_slot = rule.first_slot, room = rule.room, fresh_from = rule.fresh_from }
     extensions[kind](rule, rule.plain)
   end
 
   -- Returns the units booked with stamps up to `stamp`; of fixed windows, those of the current window.
-  local function booked_until(limit, stamp)
-    if limit.kind == FIXED then return booked_in(limit, limit.rule.number_of(limit, state.now)) end
+  function advance.booked_until(limit, stamp)
+    if limit.kind == FIXED then return advance.booked_in(limit, limit.rule.number_of(limit, state.now)) end
     local booked = 0
     for i = 1, #slots do
       if stamps[i] <= stamp then booked = booked + units[i] end
@@ -269,7 +271,7 @@ local function cold_advance()
   end
 
   -- Moves the bookings whose slot has come into the limits.
-  local function insert_due()
+  function advance.insert_due()
     while slots[1] and slots[1] <= state.now do
       local slot, last_slot, stamp, count = remove(1)
       for i = 1, #state do
@@ -291,7 +293,7 @@ local function cold_advance()
 
   -- Returns whether a permit with this slot becomes an advance booking. It is of use from `from`
   -- on.
-  local function is_in_advance(slot, from, cost, life)
+  function advance.is_in_advance(slot, from, cost, life)
     local free, tolerance, is_behind = slot, NEVER, slots[1] and slots[1] <= slot
     for i = 1, #state do
       local fiftieth = math.floor(state[i].window / 50)
@@ -335,7 +337,7 @@ local function cold_advance()
 
   -- Adds units of permits. If there are too many bookings, two neighbours join. Returns false, and adds
   -- nothing, if none may join.
-  local function add(slot, stamp, count)
+  function advance.add(slot, stamp, count)
     local i = exact(slot, stamp)
     if i then
       units[i] = units[i] + count
@@ -371,14 +373,14 @@ local function cold_advance()
   end
 
   -- Returns whether joined bookings may contain a permit.
-  local function may_contain(slot, stamp)
+  function advance.may_contain(slot, stamp)
     local _, count = joined_with(slot, stamp)
     return count > 0
   end
 
   -- Takes units of unused permits out of the bookings, if they are certainly there. Returns how
   -- many units it took.
-  local function erase(slot, stamp, count)
+  function advance.erase(slot, stamp, count)
     local i = exact(slot, stamp)
     if not i then
       -- The permit may also be in the logs, unless all slots there are earlier.
@@ -401,7 +403,7 @@ local function cold_advance()
   end
 
   -- Reads the record of the bookings, and the bookings. Returns where they end.
-  local function read(head, from, base)
+  function advance.read(head, from, base)
     local _, count = struct.unpack(ADVANCE_RECORD, head, from)
     local after, format, pos = base + count * ADVANCE_BOOKING_SIZE, '<' .. string.rep('d', count), 1
     local bytes = redis.call('GETRANGE', key, base, after - 1)
@@ -415,26 +417,21 @@ local function cold_advance()
   end
 
   -- Packs the record of the bookings, if there are any. Returns it, and the number of records.
-  local function record()
+  function advance.record()
     if #slots == 0 then return '', 0 end
     local record = struct.pack(ADVANCE_RECORD, ADVANCE, #slots)
     return record .. string.rep('\0', RECORD_SIZE - #record), 1
   end
 
   -- Packs the bookings.
-  local function region()
+  function advance.region()
     local format = '<' .. string.rep('d', #slots)
     return struct.pack(format, unpack(slots)) .. struct.pack(format, unpack(last_slots))
       .. struct.pack(format, unpack(stamps)) .. struct.pack(format, unpack(units))
   end
 
   for kind, rule in pairs(rules) do
-    extend(kind, rule)
+    advance.extend(kind, rule)
   end
-  state.cold_advance = {
-    extend = extend, booked_in = booked_in, booked_until = booked_until, insert_due = insert_due,
-    is_in_advance = is_in_advance, add = add, may_contain = may_contain, erase = erase, read = read,
-    record = record, region = region,
-  }
-  return state.cold_advance
+  return advance
 end

@@ -62,6 +62,8 @@ end
 -- Returns the functions that few calls need. Makes them first.
 local function cold_external()
   if state.cold_external then return state.cold_external end
+  local usage = {}
+  state.cold_external = usage
 
   -- The longest life of a permit, in microseconds. A twentieth of the window applies if that is
   -- longer.
@@ -81,7 +83,7 @@ local function cold_external()
 
   -- Begins the next window of the upstream, because the last one has ended. Forgets the external
   -- usage if no use is expected.
-  local function roll(limit)
+  function usage.roll(limit)
     local last, expected = limit.external, 0
     local ends = last.ends + limit.window
     if last.log_is_complete == 1 and state.now < ends then
@@ -187,7 +189,7 @@ local function cold_external()
   end
 
   -- Forgets what is reserved for other clients.
-  local function forget_others(limit)
+  function usage.forget_others(limit)
     if limit.external then
       limit.external, state.must_rewrite, state.changed = nil, true, true
     end
@@ -195,10 +197,10 @@ local function cold_external()
 
   -- Takes in a statement of the upstream. Returns whether less is allowed than before, and whether
   -- the statement is urgent: then other processes are notified at once.
-  local function see(kind, count, window, capacity, left, reset_in, flags, ago, refused, valid_for, forget)
+  function usage.see(kind, count, window, capacity, left, reset_in, flags, ago, refused, valid_for, forget)
     local limit, urgent = find_limit(state.limiting, kind, count, window, capacity), flags >= 2
     if limit and forget == 1 then
-      forget_others(limit)
+      usage.forget_others(limit)
     elseif limit then
       return see_limit(limit, left, reset_in, flags % 2, urgent, ago, refused, valid_for), urgent
     end
@@ -206,7 +208,7 @@ local function cold_external()
   end
 
   -- Reads a record and attaches it to its limit.
-  local function read(bytes, from)
+  function usage.read(bytes, from)
     local _, count, window, capacity, of_kind, ends, seen, expected, refused, fewest_left, granted_then, log_is_complete,
       stated_at, valid_until, confirmed_until, shortfall, shortfall_until, counted_until =
       struct.unpack(EXTERNAL_RECORD, bytes, from)
@@ -219,7 +221,7 @@ local function cold_external()
   end
 
   -- Packs the external usage of all limits. Returns the records, and their number.
-  local function records()
+  function usage.records()
     local bytes, n = '', 0
     for i = 1, #state do
       local limit, external = state[i], state[i].external
@@ -234,6 +236,5 @@ local function cold_external()
     return bytes, n
   end
 
-  state.cold_external = { roll = roll, see = see, forget_others = forget_others, read = read, records = records }
-  return state.cold_external
+  return usage
 end

@@ -148,13 +148,15 @@ end
 -- Returns the functions that few calls need. Makes them first.
 local function cold()
   if state.cold then return state.cold end
+  local ledger = {}
+  state.cold = ledger
 
   -- The most returned slots that are kept apart.
   local MOST_RETURNED = 32
 
   -- Notes that units of a limit were not used. If the newest response was compared with them as
   -- used, other clients used as many.
-  local function note_unused(limit, stamp, units)
+  function ledger.note_unused(limit, stamp, units)
     local usage = limit.external
     if usage and state.now < usage.shortfall_until and stamp <= usage.counted_until then
       usage.shortfall = usage.shortfall + units
@@ -162,7 +164,7 @@ local function cold()
   end
 
   -- Returns a moment that is not before the slot of any permit in the logs.
-  local function log_end()
+  function ledger.log_end()
     local last = 0
     for i = 1, #state do
       local limit = state[i]
@@ -186,7 +188,7 @@ local function cold()
     for i = 1, #state do
       local limit = state[i]
       limit.rule.cold().subtract(limit, slot, stamp, units)
-      note_unused(limit, stamp, units)
+      ledger.note_unused(limit, stamp, units)
     end
   end
 
@@ -242,7 +244,7 @@ local function cold()
   -- permit lies ahead, nothing is reserved for other clients then, and the set quota has not changed
   -- since, the slot is kept for the next caller as long as others are booked behind it. Otherwise its
   -- units leave the limits.
-  local function take_back(slot, stamp, units)
+  function ledger.take_back(slot, stamp, units)
     if units == 0 or stamp < slot then return end
     if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
@@ -263,7 +265,7 @@ local function cold()
   end
 
   -- Removes the returned slots that no request can use any more. Their units leave the limits.
-  local function drain()
+  function ledger.drain()
     local list = state.returned
     while list[1] and list[1].slot < state.earliest do
       local passed = table.remove(list, 1)
@@ -273,7 +275,7 @@ local function cold()
 
   -- Removes all returned slots, because they were granted when more seemed to be left. Their units
   -- leave the limits.
-  local function drop_returned()
+  function ledger.drop_returned()
     local list = state.returned
     while #list > 0 do
       local last = table.remove(list)
@@ -282,7 +284,7 @@ local function cold()
   end
 
   -- Counts units in every limit that were used without a permit, at least `age` microseconds ago.
-  local function charge(age, units)
+  function ledger.charge(age, units)
     if units == 0 then return end
     state.changed = true
     local used_at = state.now > age and state.now - age or 0
@@ -295,7 +297,7 @@ local function cold()
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
   -- or else the largest number of units in use. Returns the limit, and whether it counts each permit that
   -- comes back, because it begins with a log of all of them.
-  local function add(kind, count, window, capacity, guard)
+  function ledger.add(kind, count, window, capacity, guard)
     local rule = rule_of(kind)
     local limit = {
       kind = kind, count = count, window = window, capacity = capacity, guard = guard, n = 0, room = 0,
@@ -344,7 +346,7 @@ local function cold()
   -- Forgets the limits that no longer apply, from number `from` on. If too many are left, forgets
   -- limits that this call does not state, beginning with the one that would end first. The next caller
   -- that states such a limit adds it again.
-  local function retain(from)
+  function ledger.retain(from)
     local kept = from - 1
     for i = from, #state do
       local limit = state[i]
@@ -376,7 +378,7 @@ local function cold()
   -- quarter of the longest window, at least SHORTEST_TRUST. So the recovery lasts the longest
   -- window and the trust, but no longer than LONGEST_RECOVERY and the trust. A limit that remembers
   -- permits for longer than that is charged with `granted`.
-  local function recover(granted)
+  function ledger.recover(granted)
     -- Both in microseconds.
     local LONGEST_RECOVERY = 60000000
     local SHORTEST_TRUST = 1500000
@@ -402,7 +404,7 @@ local function cold()
 
   -- Writes the whole state in one string of its exact size, so that later writes into it need no
   -- more memory.
-  local function rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
+  function ledger.rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
     local records, regions = {}, {}
     local function padded(bytes, n, room, size)
       while room < n do
@@ -428,9 +430,5 @@ local function cold()
       .. table.concat(records) .. table.concat(regions), 'PX', time_to_live)
   end
 
-  state.cold = {
-    log_end = log_end, note_unused = note_unused, take_back = take_back, drain = drain, drop_returned = drop_returned, charge = charge,
-    add = add, retain = retain, recover = recover, rewrite = rewrite,
-  }
-  return state.cold
+  return ledger
 end

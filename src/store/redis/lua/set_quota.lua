@@ -15,6 +15,8 @@ local MOST_SET_LIMITS = 9
 -- Returns the functions that few calls need. Makes them first.
 local function cold_set_quota()
   if state.cold_set_quota then return state.cold_set_quota end
+  local set_quota = {}
+  state.cold_set_quota = set_quota
 
   -- How much longer than its life the end of a set quota is remembered, in microseconds.
   local END_MARGIN = 60000000
@@ -40,7 +42,7 @@ local function cold_set_quota()
 
   -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
   -- not know.
-  local function begin(kind, count, window, capacity, guard)
+  function set_quota.begin(kind, count, window, capacity, guard)
     local quota = state.quota
     quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
     local limit, knows_all = cold().add(kind, count, window, capacity, guard)
@@ -50,7 +52,7 @@ local function cold_set_quota()
 
   -- Returns whether a limit may not count a permit that comes back, because the limits have changed
   -- since. src/limit/set_quota.rs explains this.
-  local function may_miss(slot, stamp)
+  function set_quota.may_miss(slot, stamp)
     local quota = state.quota
     return slot <= quota.booked_until and (stamp <= state.now or slot <= quota.lost_until)
   end
@@ -61,7 +63,7 @@ local function cold_set_quota()
     for _ = 1, limit_count do
       local kind, count, window, capacity
       kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-      local limit = find_limit(#state, kind, count, window, capacity) or begin(kind, count, window, capacity, guard)
+      local limit = find_limit(#state, kind, count, window, capacity) or set_quota.begin(kind, count, window, capacity, guard)
       limit.last_stated = state.now
       if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
     end
@@ -151,7 +153,7 @@ local function cold_set_quota()
 
   -- Takes in the quota version of a call. Returns whether the limits of the call count as stated, and
   -- whether they may be those of a set quota if they are.
-  local function take_in(operation, call, pos, limit_count, guard)
+  function set_quota.take_in(operation, call, pos, limit_count, guard)
     finish()
     local known, version = state.quota and state.quota.version or 0, quota_version
     state.call_version = version
@@ -195,7 +197,7 @@ local function cold_set_quota()
   end
 
   -- Notes a use. A quota of an operator applies for its whole life again if half of it has passed.
-  local function renew()
+  function set_quota.renew()
     local quota = state.quota
     if is_set(quota.version) and not is_learned(quota.version) and 2 * (quota.ends - state.now) < quota.life then
       quota.ends, state.changed = state.now + quota.life, true
@@ -203,7 +205,7 @@ local function cold_set_quota()
   end
 
   -- Packs the set quota for a reply or a message.
-  local function part()
+  function set_quota.part()
     local quota, count = state.quota, 0
     if is_set(quota.version) then count = state.limiting end
     local parts = { struct.pack(QUOTA_PART, quota.version, quota.ends - state.now, quota.life, quota.in_flight, count) }
@@ -214,7 +216,7 @@ local function cold_set_quota()
   end
 
   -- Reads the record.
-  local function read(head, from)
+  function set_quota.read(head, from)
     local _, version, ends, life, in_flight, limiting, booked_until, lost_until = struct.unpack(QUOTA_RECORD, head, from)
     state.quota = {
       version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until, lost_until = lost_until,
@@ -223,15 +225,12 @@ local function cold_set_quota()
   end
 
   -- Packs the record.
-  local function record()
+  function set_quota.record()
     local quota = state.quota
     local record = struct.pack(QUOTA_RECORD, QUOTA, quota.version, quota.ends, quota.life, quota.in_flight, state.limiting,
       quota.booked_until, quota.lost_until)
     return record .. string.rep('\0', RECORD_SIZE - #record)
   end
 
-  state.cold_set_quota = {
-    begin = begin, may_miss = may_miss, take_in = take_in, renew = renew, part = part, read = read, record = record,
-  }
-  return state.cold_set_quota
+  return set_quota
 end

@@ -30,6 +30,7 @@
 
 -- Returns the functions of this kind of limit.
 local function window_rule()
+  local rule
   -- The most coarse chunks, and the most fine chunks.
   local MOST_COARSE = 48
   -- How many coarse chunks stay as they are.
@@ -99,187 +100,6 @@ local function window_rule()
     if limit.cursor_index > 0 then
       limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - units
     end
-  end
-
-  -- Returns the functions that only long queues and returned permits need. Makes them first.
-  local cold_functions
-  local function cold()
-    if cold_functions then return cold_functions end
-
-    -- Reads the whole ring.
-    local function load_all(limit)
-      for i = 0, limit.n - 1 do
-        stamp_of(limit, i)
-      end
-    end
-
-    -- Inserts a chunk before chunk i; moves the shorter side of the ring.
-    local function insert_chunk(limit, i, stamp, units)
-      if limit.n + 1 > limit.room then
-        load_all(limit)
-        state.must_rewrite = true
-      end
-      if limit.n - i <= i then
-        for k = limit.n, i + 1, -1 do
-          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
-        end
-      else
-        limit.first = limit.first - 1
-        for k = 0, i - 1 do
-          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
-        end
-      end
-      limit.n = limit.n + 1
-      put(limit, i, stamp, units)
-    end
-
-    -- Removes chunk i; moves the shorter side of the ring.
-    local function remove_chunk(limit, i)
-      if i < limit.n / 2 then
-        for k = i, 1, -1 do
-          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
-        end
-        limit.first = limit.first + 1
-      else
-        for k = i, limit.n - 2 do
-          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
-        end
-      end
-      limit.n = limit.n - 1
-    end
-
-    -- Joins chunk i with the one before it.
-    local function join_before(limit, i)
-      put(limit, i, stamp_of(limit, i), units_of(limit, i - 1) + units_of(limit, i))
-      remove_chunk(limit, i - 1)
-      if limit.cursor_index > i then
-        limit.cursor_index = limit.cursor_index - 1
-      else
-        limit.cursor_index, limit.cursor_before = 0, 0
-      end
-    end
-
-    -- Bounds the log. Merges the oldest fine chunks into coarse ones until two conditions are met:
-    -- the fine chunks would have less than twice the count without their oldest, and are at most
-    -- MOST_FINE. If there are then more than MOST_COARSE coarse chunks, two of them join.
-    local function coarsen(limit)
-      local twice = 2 * limit.count
-      while limit.coarse_count < limit.n do
-        local coarse = limit.coarse_count
-        local units = units_of(limit, coarse)
-        if limit.fine_units - units < twice and limit.n - coarse <= MOST_FINE then break end
-        limit.fine_units = limit.fine_units - units
-        local last = coarse >= MOST_APART and units_of(limit, coarse - 1)
-        if last and last + units <= limit.count
-          and stamp_of(limit, coarse) - stamp_of(limit, coarse - 1) <= limit.window / 4 then
-          join_before(limit, coarse)
-        else
-          limit.coarse_count = coarse + 1
-        end
-      end
-      while limit.coarse_count > MOST_COARSE do
-        join_before(limit, MOST_APART)
-        limit.coarse_count = limit.coarse_count - 1
-      end
-    end
-
-    -- Joins a chunk that has become small with the next, or removes an empty one. Returns the index
-    -- of the next chunk.
-    local function join_next(limit, i)
-      local units = units_of(limit, i)
-      if units > 0 then
-        local is_last = i + 1 >= limit.n or i + 1 == limit.coarse_count
-        if is_last or units + units_of(limit, i + 1) > math.floor((limit.count + 99) / 100)
-          or stamp_of(limit, i + 1) - stamp_of(limit, i) > limit.window / 4 then
-          return i + 1
-        end
-        put(limit, i + 1, stamp_of(limit, i + 1), units_of(limit, i + 1) + units)
-      end
-      remove_chunk(limit, i)
-      if i < limit.coarse_count then
-        limit.coarse_count = limit.coarse_count - 1
-      end
-      return i
-    end
-
-    -- Counts units that were used without a permit. If they are more than the limit, as many as the
-    -- limit count.
-    local function charge(limit, _, stamp, units)
-      if stamp + limit.window > state.now then
-        limit.rule.insert(limit, stamp, stamp, units < limit.count and units or limit.count)
-      end
-    end
-
-    -- Takes back units of a stamp that were not used. They are in chunks with that stamp or a later
-    -- one, and leave the first of these chunks.
-    local function subtract(limit, _, stamp, units)
-      if stamp + limit.window <= state.now then return end
-      -- Finds the first chunk whose stamp is not earlier.
-      local i, beyond = 0, limit.n
-      while i < beyond do
-        local middle = math.floor((i + beyond) / 2)
-        if stamp_of(limit, middle) < stamp then i = middle + 1 else beyond = middle end
-      end
-      if i < limit.cursor_index then
-        limit.cursor_index, limit.cursor_before = 0, 0
-      end
-      while units > 0 and i < limit.n do
-        local chunk_units = units_of(limit, i)
-        local taken = units < chunk_units and units or chunk_units
-        units = units - taken
-        limit.total = limit.total - taken
-        if i >= limit.coarse_count then
-          limit.fine_units = limit.fine_units - taken
-        end
-        put(limit, i, stamp_of(limit, i), chunk_units - taken)
-        i = join_next(limit, i)
-      end
-    end
-
-    -- Returns the units in the log.
-    local function used(limit)
-      return limit.total
-    end
-
-    -- Returns a lower and an upper bound of the units whose stamps are not later than `stamp`. The
-    -- first chunk with a later stamp may have some of them.
-    local function used_until(limit, stamp)
-      local least, most = limit.total, limit.total
-      for i = limit.n - 1, 0, -1 do
-        if stamp_of(limit, i) <= stamp then break end
-        most = least
-        least = least - units_of(limit, i)
-      end
-      return least, most
-    end
-
-    -- Makes a log without chunks.
-    local function new(limit)
-      limit.total, limit.fine_units, limit.coarse_count, limit.first = 0, 0, 0, 0
-      limit.cursor_index, limit.cursor_before = 0, 0
-      limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
-    end
-
-    -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
-    local function region(limit)
-      load_all(limit)
-      local parts, ring = {}, {}
-      for i = 0, limit.n - 1 do
-        ring[2 * i], ring[2 * i + 1] = stamp_of(limit, i), units_of(limit, i)
-        parts[i + 1] = struct.pack(CHUNK, ring[2 * i], ring[2 * i + 1])
-      end
-      limit.first, limit.ring = 0, ring
-      while limit.room < limit.n do
-        limit.room = limit.room * 2
-      end
-      return table.concat(parts)
-    end
-
-    cold_functions = {
-      insert_chunk = insert_chunk, coarsen = coarsen, charge = charge, subtract = subtract, used = used, used_until = used_until,
-      new = new, region = region,
-    }
-    return cold_functions
   end
 
   -- Reads a record.
@@ -405,7 +225,7 @@ local function window_rule()
       limit.n = n + 1
       put(limit, n, stamp, units)
     else
-      cold().insert_chunk(limit, i, stamp, units)
+      rule.cold().insert_chunk(limit, i, stamp, units)
     end
     limit.total = limit.total + units
     if i < limit.coarse_count then
@@ -417,7 +237,7 @@ local function window_rule()
       limit.cursor_index, limit.cursor_before = 0, 0
     end
     if limit.fine_units > 2 * limit.count or limit.n > MOST_FINE or limit.coarse_count > MOST_COARSE then
-      cold().coarsen(limit)
+      rule.cold().coarsen(limit)
     end
   end
 
@@ -426,8 +246,186 @@ local function window_rule()
     return limit.n > 0 and stamp_of(limit, limit.n - 1) + limit.window or 0
   end
 
-  return {
-    size = CHUNK_SIZE, cold = cold, chunk = chunk, read = read, record = record, write = write, advance = advance,
+  rule = {
+    size = CHUNK_SIZE, chunk = chunk, read = read, record = record, write = write, advance = advance,
     first_slot = first_slot, room = room, insert = insert, fresh_from = fresh_from,
   }
+
+  -- Returns the rule with the functions that only long queues and returned permits need.
+  function rule.cold()
+    if rule.subtract then return rule end
+
+    -- Reads the whole ring.
+    local function load_all(limit)
+      for i = 0, limit.n - 1 do
+        stamp_of(limit, i)
+      end
+    end
+
+    -- Inserts a chunk before chunk i; moves the shorter side of the ring.
+    function rule.insert_chunk(limit, i, stamp, units)
+      if limit.n + 1 > limit.room then
+        load_all(limit)
+        state.must_rewrite = true
+      end
+      if limit.n - i <= i then
+        for k = limit.n, i + 1, -1 do
+          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
+        end
+      else
+        limit.first = limit.first - 1
+        for k = 0, i - 1 do
+          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
+        end
+      end
+      limit.n = limit.n + 1
+      put(limit, i, stamp, units)
+    end
+
+    -- Removes chunk i; moves the shorter side of the ring.
+    local function remove_chunk(limit, i)
+      if i < limit.n / 2 then
+        for k = i, 1, -1 do
+          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
+        end
+        limit.first = limit.first + 1
+      else
+        for k = i, limit.n - 2 do
+          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
+        end
+      end
+      limit.n = limit.n - 1
+    end
+
+    -- Joins chunk i with the one before it.
+    local function join_before(limit, i)
+      put(limit, i, stamp_of(limit, i), units_of(limit, i - 1) + units_of(limit, i))
+      remove_chunk(limit, i - 1)
+      if limit.cursor_index > i then
+        limit.cursor_index = limit.cursor_index - 1
+      else
+        limit.cursor_index, limit.cursor_before = 0, 0
+      end
+    end
+
+    -- Bounds the log. Merges the oldest fine chunks into coarse ones until two conditions are met:
+    -- the fine chunks would have less than twice the count without their oldest, and are at most
+    -- MOST_FINE. If there are then more than MOST_COARSE coarse chunks, two of them join.
+    function rule.coarsen(limit)
+      local twice = 2 * limit.count
+      while limit.coarse_count < limit.n do
+        local coarse = limit.coarse_count
+        local units = units_of(limit, coarse)
+        if limit.fine_units - units < twice and limit.n - coarse <= MOST_FINE then break end
+        limit.fine_units = limit.fine_units - units
+        local last = coarse >= MOST_APART and units_of(limit, coarse - 1)
+        if last and last + units <= limit.count
+          and stamp_of(limit, coarse) - stamp_of(limit, coarse - 1) <= limit.window / 4 then
+          join_before(limit, coarse)
+        else
+          limit.coarse_count = coarse + 1
+        end
+      end
+      while limit.coarse_count > MOST_COARSE do
+        join_before(limit, MOST_APART)
+        limit.coarse_count = limit.coarse_count - 1
+      end
+    end
+
+    -- Joins a chunk that has become small with the next, or removes an empty one. Returns the index
+    -- of the next chunk.
+    local function join_next(limit, i)
+      local units = units_of(limit, i)
+      if units > 0 then
+        local is_last = i + 1 >= limit.n or i + 1 == limit.coarse_count
+        if is_last or units + units_of(limit, i + 1) > math.floor((limit.count + 99) / 100)
+          or stamp_of(limit, i + 1) - stamp_of(limit, i) > limit.window / 4 then
+          return i + 1
+        end
+        put(limit, i + 1, stamp_of(limit, i + 1), units_of(limit, i + 1) + units)
+      end
+      remove_chunk(limit, i)
+      if i < limit.coarse_count then
+        limit.coarse_count = limit.coarse_count - 1
+      end
+      return i
+    end
+
+    -- Counts units that were used without a permit. If they are more than the limit, as many as the
+    -- limit count.
+    function rule.charge(limit, _, stamp, units)
+      if stamp + limit.window > state.now then
+        rule.insert(limit, stamp, stamp, units < limit.count and units or limit.count)
+      end
+    end
+
+    -- Takes back units of a stamp that were not used. They are in chunks with that stamp or a later
+    -- one, and leave the first of these chunks.
+    function rule.subtract(limit, _, stamp, units)
+      if stamp + limit.window <= state.now then return end
+      -- Finds the first chunk whose stamp is not earlier.
+      local i, beyond = 0, limit.n
+      while i < beyond do
+        local middle = math.floor((i + beyond) / 2)
+        if stamp_of(limit, middle) < stamp then i = middle + 1 else beyond = middle end
+      end
+      if i < limit.cursor_index then
+        limit.cursor_index, limit.cursor_before = 0, 0
+      end
+      while units > 0 and i < limit.n do
+        local chunk_units = units_of(limit, i)
+        local taken = units < chunk_units and units or chunk_units
+        units = units - taken
+        limit.total = limit.total - taken
+        if i >= limit.coarse_count then
+          limit.fine_units = limit.fine_units - taken
+        end
+        put(limit, i, stamp_of(limit, i), chunk_units - taken)
+        i = join_next(limit, i)
+      end
+    end
+
+    -- Returns the units in the log.
+    function rule.used(limit)
+      return limit.total
+    end
+
+    -- Returns a lower and an upper bound of the units whose stamps are not later than `stamp`. The
+    -- first chunk with a later stamp may have some of them.
+    function rule.used_until(limit, stamp)
+      local least, most = limit.total, limit.total
+      for i = limit.n - 1, 0, -1 do
+        if stamp_of(limit, i) <= stamp then break end
+        most = least
+        least = least - units_of(limit, i)
+      end
+      return least, most
+    end
+
+    -- Makes a log without chunks.
+    function rule.new(limit)
+      limit.total, limit.fine_units, limit.coarse_count, limit.first = 0, 0, 0, 0
+      limit.cursor_index, limit.cursor_before = 0, 0
+      limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
+    end
+
+    -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
+    function rule.region(limit)
+      load_all(limit)
+      local parts, ring = {}, {}
+      for i = 0, limit.n - 1 do
+        ring[2 * i], ring[2 * i + 1] = stamp_of(limit, i), units_of(limit, i)
+        parts[i + 1] = struct.pack(CHUNK, ring[2 * i], ring[2 * i + 1])
+      end
+      limit.first, limit.ring = 0, ring
+      while limit.room < limit.n do
+        limit.room = limit.room * 2
+      end
+      return table.concat(parts)
+    end
+
+    return rule
+  end
+
+  return rule
 end
