@@ -416,11 +416,9 @@ local function cold_advance()
     return after
   end
 
-  -- Packs the record of the bookings, if there are any. Returns it, and the number of records.
+  -- Packs the record of the bookings. Returns nil if there are none.
   function advance.record()
-    if #slots == 0 then return '', 0 end
-    local record = struct.pack(ADVANCE_RECORD, ADVANCE, #slots)
-    return record .. string.rep('\0', RECORD_SIZE - #record), 1
+    return slots[1] and struct.pack(ADVANCE_RECORD, ADVANCE, #slots) or nil
   end
 
   -- Packs the bookings.

@@ -100,22 +100,17 @@ local function bucket_rule()
 
   local function advance() end
 
-  -- Reads a record.
-  local function read(s, from)
-    local kind, count, window, capacity, guard, last_stated, n, room, full_at, early, base, refundable, queued_from,
-      unit, ticks = struct.unpack(BUCKET_RECORD, s, from)
-    return {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
-      room = room, full_at = full_at, early = early, refundable = refundable, queued_from = queued_from, unit = unit,
-      ticks = ticks, base_at = base, base = 0, rule = 0, ours = false, dirty = false, list = false,
-    }
+  -- Reads the record.
+  local function read(limit, s, from)
+    local _
+    _, limit.last_stated, limit.n, limit.room, limit.full_at, limit.early, limit.base_at, limit.refundable,
+      limit.queued_from, limit.unit, limit.ticks = struct.unpack(BUCKET_RECORD, s, from)
   end
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(BUCKET_RECORD, BUCKET, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.full_at, limit.early, limit.base_at, limit.refundable, limit.queued_from, limit.unit,
-      limit.ticks, 0, 0, 0)
+    return struct.pack(BUCKET_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.full_at, limit.early,
+      limit.base_at, limit.refundable, limit.queued_from, limit.unit, limit.ticks)
   end
 
   local rule = {

@@ -32,6 +32,8 @@ local format, operation, random, known_incarnation, known_writes, seen, since, o
 if format ~= FORMAT then
   return redis.error_reply('TOLLGATE format ' .. format .. ' of calls is unknown, this script understands ' .. FORMAT)
 end
+-- What stands for no limit in a reply.
+local NO_LIMIT = '\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
 -- Nil unless the key is the part of a class.
 if lends == NO_PART then lends = nil end
 -- How many bytes the head of the state has, with a record for each limit of the call, and one more if the
@@ -39,4 +41,4 @@ if lends == NO_PART then lends = nil end
 local head_size = HEAD_SIZE + RECORD_SIZE * (quota_version == 0 and limit_count or limit_count + 1)
 -- The head of the state, with two records or more; empty if there is no state. Few states have more. What
 -- follows the records is not used.
-local head = redis.call('GETRANGE', key, '0', head_size > 243 and head_size - 1 or '242')
+local head = redis.call('GETRANGE', key, '0', head_size > 241 and head_size - 1 or '240')

@@ -72,11 +72,17 @@ local function cold_external()
   -- applies if that is longer.
   local OLDEST_RESPONSE = 250000
 
+  -- The fields of a record.
+  local FIELDS = {
+    'kind', 'limit', 'ends', 'seen', 'expected', 'refused', 'fewest_left', 'granted_then', 'log_is_complete', 'stated_at',
+    'valid_until', 'confirmed_until', 'shortfall', 'shortfall_until', 'counted_until',
+  }
+
   -- Makes the external usage of a window of which no response is known.
-  local function new_external(ends, expected, log_is_complete)
+  local function new_external(limit, ends, expected, log_is_complete)
     return {
-      ends = ends, seen = 0, expected = expected, refused = 0, fewest_left = LARGEST_I4, granted_then = 0,
-      log_is_complete = log_is_complete, stated_at = 0, valid_until = 0, confirmed_until = 0,
+      kind = EXTERNAL, limit = limit.bytes, ends = ends, seen = 0, expected = expected, refused = 0, fewest_left = LARGEST_I4,
+      granted_then = 0, log_is_complete = log_is_complete, stated_at = 0, valid_until = 0, confirmed_until = 0,
       shortfall = 0, shortfall_until = 0, counted_until = 0,
     }
   end
@@ -93,7 +99,7 @@ local function cold_external()
       if last.seen > expected then expected = last.seen end
     end
     if expected > 0 then
-      local external = new_external(ends, expected, 1)
+      local external = new_external(limit, ends, expected, 1)
       external.stated_at, external.valid_until = last.stated_at, last.valid_until
       -- The units that were left at the end show what other clients may have used.
       local shown = last.fewest_left < LARGEST_I4 and last.valid_until or 0
@@ -141,7 +147,7 @@ local function cold_external()
     local complete_from = state.made_at + limit.window - math.floor(limit.window / 10)
     local log_is_complete = complete_from <= (is_steady and ends or state.now) and 1 or 0
     if not external then
-      external = new_external(ends, 0, log_is_complete)
+      external = new_external(limit, ends, 0, log_is_complete)
       limit.external, state.must_rewrite = external, true
     elseif (is_steady or refused > 0) and external.seen == 0 and external.expected == 0 and external.refused == 0 then
       -- No use by other clients is known yet, so the window may begin anew.
@@ -197,8 +203,8 @@ local function cold_external()
 
   -- Takes in a statement of the upstream. Returns whether less is allowed than before, and whether
   -- the statement is urgent: then other processes are notified at once.
-  function usage.see(kind, count, window, capacity, left, reset_in, flags, ago, refused, valid_for, forget)
-    local limit, urgent = find_limit(state.limiting, kind, count, window, capacity), flags >= 2
+  function usage.see(stated, left, reset_in, flags, ago, refused, valid_for, forget)
+    local limit, urgent = find_limit(state.limiting, stated), flags >= 2
     if limit and forget == 1 then
       usage.forget_others(limit)
     elseif limit then
@@ -209,31 +215,13 @@ local function cold_external()
 
   -- Reads a record and attaches it to its limit.
   function usage.read(bytes, from)
-    local _, count, window, capacity, of_kind, ends, seen, expected, refused, fewest_left, granted_then, log_is_complete,
-      stated_at, valid_until, confirmed_until, shortfall, shortfall_until, counted_until =
-      struct.unpack(EXTERNAL_RECORD, bytes, from)
-    find_limit(#state, of_kind, count, window, capacity).external = {
-      ends = ends, seen = seen, expected = expected, refused = refused, fewest_left = fewest_left,
-      granted_then = granted_then, log_is_complete = log_is_complete, stated_at = stated_at, valid_until = valid_until,
-      confirmed_until = confirmed_until, shortfall = shortfall, shortfall_until = shortfall_until,
-      counted_until = counted_until,
-    }
+    local external = unpack_entry(bytes, from, EXTERNAL_RECORD, FIELDS)
+    find_limit(#state, external.limit).external = external
   end
 
-  -- Packs the external usage of all limits. Returns the records, and their number.
-  function usage.records()
-    local bytes, n = '', 0
-    for i = 1, #state do
-      local limit, external = state[i], state[i].external
-      if external then
-        local record = struct.pack(EXTERNAL_RECORD, EXTERNAL, limit.count, limit.window, limit.capacity, limit.kind,
-          external.ends, external.seen, external.expected, external.refused, external.fewest_left, external.granted_then,
-          external.log_is_complete, external.stated_at, external.valid_until, external.confirmed_until, external.shortfall,
-          external.shortfall_until, external.counted_until)
-        bytes, n = bytes .. record .. string.rep('\0', RECORD_SIZE - #record), n + 1
-      end
-    end
-    return bytes, n
+  -- Packs the record.
+  function usage.record(external)
+    return pack_entry(external, EXTERNAL_RECORD, FIELDS)
   end
 
   return usage

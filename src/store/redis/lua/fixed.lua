@@ -179,21 +179,17 @@ local function fixed_rule()
     limit.open_from, limit.phase, limit.last_stamp, limit.list = 0, (server_time - state.now) % limit.window, 0, {}
   end
 
-  -- Reads a record.
-  local function read(s, from)
-    local kind, count, window, capacity, record_guard, last_stated, n, room, open_from, phase, last_stamp =
+  -- Reads the record.
+  local function read(limit, s, from)
+    local _
+    _, limit.last_stated, limit.n, limit.room, limit.open_from, limit.phase, limit.last_stamp =
       struct.unpack(FIXED_RECORD, s, from)
-    return {
-      kind = kind, count = count, window = window, capacity = capacity, guard = record_guard,
-      last_stated = last_stated, n = n, room = room, open_from = open_from, phase = phase, last_stamp = last_stamp, base = 0, rule = 0,
-      ours = false, dirty = false, list = false,
-    }
   end
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(FIXED_RECORD, FIXED, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.open_from, limit.phase, limit.last_stamp, 0, 0, 0, 0, 0)
+    return struct.pack(FIXED_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.open_from, limit.phase,
+      limit.last_stamp)
   end
 
   local rule = {

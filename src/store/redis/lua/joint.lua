@@ -50,7 +50,7 @@ end
 -- is unsure of the time, or nil.
 local moment, last, failed = 0, nil, nil
 for i = 1, #KEYS do
-  local demand_at = CALL_SIZE + CALL_LIMIT_SIZE * string.byte(ARGV[i], CALL_LIMITS_AT) + 1
+  local demand_at = CALL_SIZE + LIMIT_SIZE * string.byte(ARGV[i], CALL_LIMITS_AT) + 1
   local _, _, earliest = struct.unpack(CALL_DEMAND, ARGV[i], demand_at)
   if earliest > moment then moment = earliest end
 end

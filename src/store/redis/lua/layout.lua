@@ -4,8 +4,8 @@
 -- needs: nothing
 --
 -- Formats are those of struct.pack: `<` little-endian without padding, `B` one byte, `I2`, `I4` and
--- `I7` unsigned numbers of two, four and seven bytes, `d` a double of eight bytes. The comment
--- above each format lists its fields in order. Times and spans are whole microseconds. A time is a
+-- `I7` unsigned numbers of two, four and seven bytes, `d` a double of eight bytes, `c16` the sixteen
+-- bytes of a limit (LIMIT), `x` a zero. The comment above each format lists its fields in order. Times and spans are whole microseconds. A time is a
 -- logical time (time.lua) unless the comment says "server's clock". The *server* is the Redis
 -- server; the *upstream* receives the requests.
 --
@@ -108,9 +108,9 @@ local CALL = '<BBI7I7I7I7I7I7I7I7I7I7I7I7I7I4I7I7I4BBI2I2BBI4I7I4B'
 local CALL_SIZE = 139
 local NO_PART = 254
 local OWNS = 255
--- B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
-local CALL_LIMIT = '<BI4I7I4'
-local CALL_LIMIT_SIZE = 16
+-- A limit. B kind; I4 count; I7 window; I4 capacity, 0 unless it is a bucket.
+local LIMIT = '<BI4I7I4'
+local LIMIT_SIZE = 16
 -- I4 cost; I4 permits; I7 how long after now a permit is of use at the earliest.
 local CALL_DEMAND = '<I4I4I7'
 local CALL_DEMAND_SIZE = 15
@@ -118,21 +118,21 @@ local CALL_DEMAND_SIZE = 15
 local CALL_RETURN = '<I7I7I7'
 -- I7 age; I7 units.
 local CALL_CHARGE = '<I7I7'
--- B I4 I7 I4 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4
--- refused; I7 valid for; B forget.
-local CALL_REMAINING = '<BI4I7I4I7I7BI7I4I7B'
+-- c16 the limit; I7 units; I7 until the reset; B flags (1 steady, 2 urgent); I7 age; I4 refused; I7
+-- valid for; B forget.
+local CALL_REMAINING = '<c16I7I7BI7I4I7B'
 
 -- B format; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
--- I4 releases; B I4 I7 I4 the limit that refused; B I4 I7 I4 a limit that the call does not have;
--- I4 units prefetched; I7 their span; I2 segments.
-local REPLY = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2'
+-- I4 releases; c16 the limit that refused; c16 a limit that the call does not have; I4 units
+-- prefetched; I7 their span; I2 segments. Zeros stand for no limit.
+local REPLY = '<BBI7I7I7I7I7I7I7I4c16c16I4I7I2'
 local REPLY_SIZE = 100
 -- The UNSURE reply to any call. B format; B status; I7 server's clock.
 local UNSURE_REPLY = '<BBI7'
 -- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
 local SEGMENT = '<I4I4I7I7'
 -- A reply and its only segment.
-local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4BI4I7I4BI4I7I4I4I7I2I4I4I7I7'
+local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4c16c16I4I7I2I4I4I7I7'
 -- The reply to a joint request: B format; B status. Then for each key: B what to add to the status of
 -- its reply (0, RECOVERING or LAST); I2 the size of its reply; the reply.
 local JOINT_REPLY = '<BB'
@@ -140,11 +140,11 @@ local JOINT_PART = '<BI2'
 -- B format; B status; I7 free; I7 wait; I7 hold; I4 releases; B hold is cut; I7 recovering for; B
 -- limits.
 local PEEK_REPLY = '<BBI7I7I7I4BI7B'
--- B kind; I4 count; I7 window; I4 capacity; I7 used; I7 free; I7 reserved for other clients; I7 wait.
-local PEEK_LIMIT = '<BI4I7I4I7I7I7I7'
+-- c16 limit; I7 used; I7 free; I7 reserved for other clients; I7 wait.
+local PEEK_LIMIT = '<c16I7I7I7I7'
 -- The set quota, in a reply or a message: I4 quota version; I7 for how long it applies without use, or
 -- its end is remembered; I7 life; I4 most calls in flight, 0 for any number; B limits, 0 if it has
--- ended. The limits follow, each as CALL_LIMIT.
+-- ended. The limits follow, each as LIMIT.
 local QUOTA_PART = '<I4I7I7I4B'
 
 -- ── the state of rates: head, records, a region of entries for each limit, advance bookings,
@@ -159,17 +159,16 @@ local HEAD_SIZE = 65
 
 -- A record for each limit, for each external usage, and for the advance bookings. Shorter ones are
 -- filled with zeros.
-local RECORD_SIZE = 89
+local RECORD_SIZE = 88
 
--- All records of limits begin so: B kind; I4 count; I7 window; I4 capacity, 0 unless it is a
--- bucket; I7 boundary guard of the caller that added it, which no rule reads; I7 when a call last
--- stated it; I2 entries; I2 room for entries.
+-- All records of limits begin so: c16 limit; I7 when a call last stated it; I2 entries; I2 room for
+-- entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the
 -- oldest chunk in the ring; I2 index of the search cursor; I7 units before it; I7 I7 the oldest chunk;
 -- I7 I7 the newest chunk.
 -- window.lua explains the fields.
-local WINDOW_RECORD = '<BI4I7I4I7I7I2I2I7I7I2I2I2I7I7I7I7I7'
+local WINDOW_RECORD = '<c16I7I2I2I7I7I2I2I2I7I7I7I7I7xxxxxx'
 -- An entry is a chunk: I7 stamp; I5 units, enough for a thousand windows of the largest limit. The ring
 -- is read in blocks of eight.
 local CHUNK = '<I7I5'
@@ -178,29 +177,28 @@ local CHUNK_BLOCK = '<I7I5I7I5I7I5I7I5I7I5I7I5I7I5I7I5'
 local CHUNK_BLOCK_SIZE = 96
 
 -- A bucket, then: I7 I4 full at; I7 base; I7 refundable, in ticks, NEVER for no bound; I7 queued from,
--- NEVER for none; I7 ticks in which a unit is refilled; I4 ticks in a microsecond; I7 I4 B zeros.
+-- NEVER for none; I7 ticks in which a unit is refilled; I4 ticks in a microsecond.
 -- `full at` is I7, whole microseconds, and I4, how many ticks earlier it is. src/limit/bucket.rs
 -- explains the fields, and bucket.lua the ticks.
-local BUCKET_RECORD = '<BI4I7I4I7I7I2I2I7I4I7I7I7I7I4I7I4B'
+local BUCKET_RECORD = '<c16I7I2I2I7I4I7I7I7I7I4xxxxxxxxxxxxxxxxxx'
 -- An entry is a delayed permit: it has a later slot than the bucket requires, because another limit
 -- delayed it. I7 slot; I4 units; I7 I4 full at, before the permit; I7 I4 full at, after it; I7
 -- queued from.
 local DELAYED = '<I7I4I7I4I7I4I7'
 local DELAYED_SIZE = 40
 
--- A fixed window, then: I7 number of the first window that is open; I7 phase; I7 last stamp; four I7
--- and an I6 of zeros.
+-- A fixed window, then: I7 number of the first window that is open; I7 phase; I7 last stamp.
 -- fixed.lua explains the fields.
-local FIXED_RECORD = '<BI4I7I4I7I7I2I2I7I7I7I7I7I7I7I6'
+local FIXED_RECORD = '<c16I7I2I2I7I7I7xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'
 -- An entry is the use of one window: I7 number of the window; I7 units.
 local WINDOW_USE = '<I7I7'
 local WINDOW_USE_SIZE = 14
 
--- External usage of a limit: B kind; I4 count; I7 window; I4 capacity; B kind of the limit; I7
--- ends; I4 seen; I4 expected; I4 refused; I4 fewest left; I4 granted then; B log is complete; I7
--- stated at; I7 valid until; I7 confirmed until; d shortfall, may be negative; I7 shortfall until;
--- I7 counted until. src/limit/external.rs explains the fields.
-local EXTERNAL_RECORD = '<BI4I7I4BI7I4I4I4I4I4BI7I7I7dI7I7'
+-- External usage of a limit: B kind; c16 limit; I7 ends; I4 seen; I4 expected; I4 refused; I4 fewest
+-- left; I4 granted then; B log is complete; I7 stated at; I7 valid until; I7 confirmed until; d
+-- shortfall, may be negative; I7 shortfall until; I7 counted until. src/limit/external.rs explains
+-- the fields.
+local EXTERNAL_RECORD = '<Bc16I7I4I4I4I4I4BI7I7I7dI7I7'
 
 -- The advance bookings, in the last record: B kind; I2 bookings.
 local ADVANCE_RECORD = '<BI2'

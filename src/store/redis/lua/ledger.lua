@@ -14,7 +14,7 @@ local MOST_ROUNDS = 1000
 -- By the number of a kind of limit: the function that makes its rule, and its rule once it is made.
 --
 -- A rule is a table of functions. `limit` is their first argument. Every rule has these:
---   read(s, from), record        unpack and pack the record
+--   read(s, from), record        read and pack the record
 --   size                         the bytes of an entry
 --   advance                      forgets what is older than the window
 --   first_slot(from, cost, life, reserved), room(slot, length)
@@ -48,6 +48,16 @@ local function rule_of(kind)
     if state.cold_advance then state.cold_advance.extend(kind, rule) end
   end
   return rule
+end
+
+-- Makes the limit that `bytes` state, without what its kind keeps of it. Its entries begin at `base`.
+local function new_limit(bytes, base)
+  local kind, count, window, capacity = struct.unpack(LIMIT, bytes)
+  return {
+    bytes = bytes, kind = kind, count = count, window = window, capacity = capacity, rule = rule_of(kind), base = base,
+    last_stated = 0, n = 0, room = 0, ours = false, list = false, dirty = false, external = false,
+    replayed = false, latest_full = false, booked = false, -- of advance.lua
+  }
 end
 
 -- Returns the most units that one permit may cost.
@@ -108,19 +118,21 @@ local function find_returned(units, life, from)
   end
 end
 
--- Packs the head. The lowest bit of `recovering until` says whether the hold was cut.
-local function packed_head(record_count, incarnation, writes, offset, expires, held_until, releases)
-  return struct.pack(HEAD, FORMAT, record_count, #state.returned, state.returned_room, incarnation, writes,
-    state.made_at, state.recovering_until + state.hold_is_cut, offset, state.now, expires, held_until, releases)
-end
-
--- Packs the records besides those of the limits. Returns them, and their number.
-local function other_records()
-  local external, shared, quota, quota_count, advance, advance_count = '', 0, '', 0, '', 0
-  if state.cold_external then external, shared = state.cold_external.records() end
-  if state.quota then quota, quota_count = state.cold_set_quota.record(), 1 end
-  if state.cold_advance then advance, advance_count = state.cold_advance.record() end
-  return external .. quota .. advance, shared + quota_count + advance_count
+-- Packs all records. Those that few keys have follow those of the limits.
+local function packed_records()
+  local records = {}
+  for i = 1, #state do
+    records[i] = state[i].rule.record(state[i])
+  end
+  for i = 1, #state do
+    if state[i].external then records[#records + 1] = state.cold_external.record(state[i].external) end
+  end
+  if state.quota then records[#records + 1] = state.cold_set_quota.record() end
+  if state.cold_advance then records[#records + 1] = state.cold_advance.record() end
+  for i = 1, #records do
+    if #records[i] < RECORD_SIZE then records[i] = records[i] .. string.rep('\0', RECORD_SIZE - #records[i]) end
+  end
+  return records
 end
 
 -- Returns how many units of a limit may leave at `slot`, with stamps that are `length` later.
@@ -297,12 +309,10 @@ local function cold()
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
   -- or else the largest number of units in use. Returns the limit, and whether it counts each permit that
   -- comes back, because it begins with a log of all of them.
-  function ledger.add(kind, count, window, capacity, guard)
-    local rule = rule_of(kind)
-    local limit = {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, n = 0, room = 0,
-      last_stated = lends and state.now + STATED_AHEAD or state.now, base = 0, rule = rule,
-    }
+  function ledger.add(bytes)
+    local limit = new_limit(bytes, 0)
+    local kind, window, rule = limit.kind, limit.window, limit.rule
+    limit.last_stated = lends and state.now + STATED_AHEAD or state.now
     local same, longest, most_used = nil, nil, 0
     for i = 1, #state do
       local other = state[i]
@@ -402,15 +412,16 @@ local function cold()
     state.changed = true
   end
 
-  -- Writes the whole state in one string of its exact size, so that later writes into it need no
-  -- more memory.
-  function ledger.rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
-    local records, regions = {}, {}
-    local function padded(bytes, n, room, size)
+  -- Packs the entries of all limits, the advance bookings and the returned slots, each with the room
+  -- that it needs from now on.
+  function ledger.regions()
+    local regions = {}
+    local function add(bytes, n, room, size)
       while room < n do
         room = room == 0 and 8 or room * 2
       end
-      return bytes .. string.rep('\0', room * size - #bytes), room
+      regions[#regions + 1] = bytes .. string.rep('\0', room * size - #bytes)
+      return room
     end
     for i = 1, #state do
       local limit, bytes = state[i], nil
@@ -419,15 +430,11 @@ local function cold()
       else
         bytes = pack_list(entries(limit), limit.rule.entry, limit.rule.fields)
       end
-      regions[i], limit.room = padded(bytes, limit.n, limit.room, limit.rule.size)
-      records[i] = limit.rule.record(limit)
+      limit.room = add(bytes, limit.n, limit.room, limit.rule.size)
     end
-    local others, other_count = other_records()
-    records[#state + 1] = others
-    regions[#state + 1] = state.cold_advance and state.cold_advance.region() or ''
-    regions[#state + 2], state.returned_room = padded(pack_returned(), #state.returned, state.returned_room, RETURNED_SIZE)
-    redis_write('SET', key, packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
-      .. table.concat(records) .. table.concat(regions), 'PX', time_to_live)
+    if state.cold_advance then regions[#regions + 1] = state.cold_advance.region() end
+    state.returned_room = add(pack_returned(), #state.returned, state.returned_room, RETURNED_SIZE)
+    return table.concat(regions)
   end
 
   return ledger

@@ -96,16 +96,14 @@ else
       return redis.error_reply('TOLLGATE the state of this key has a record of kind ' .. kind
         .. ', this script understands kinds up to ' .. QUOTA)
     else
-      local rule = rule_of(kind)
-      local limit = rule.read(head, from)
-      limit.rule, limit.base = rule, base
-      base = base + limit.room * rule.size
+      local limit = new_limit(string.sub(head, from, from + LIMIT_SIZE - 1), base)
+      limit.rule.read(limit, head, from)
+      base = base + limit.room * limit.rule.size
       state[i] = limit
     end
   end
   state.existed, state.returned_base = true, base
-  state.returned = returned_count > 0
-    and read_list(base, returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' }) or {}
+  state.returned = read_list(base, returned_count, RETURNED, RETURNED_SIZE, { 'slot', 'stamp', 'units' })
 
   if operation == RETURN then
     -- The caller only returns permits, and states no time. So it cannot tell whether the clock
@@ -161,20 +159,23 @@ for i = 1, #state do
   limit.rule.advance(limit)
   if limit.external and now >= limit.external.ends then state.cold_external.roll(limit) end
 end
+local limits = {}
+for i = 1, limit_count do
+  limits[i] = string.sub(call, pos, pos + LIMIT_SIZE - 1)
+  pos = pos + LIMIT_SIZE
+end
 -- Whether the limits of the call count as stated. A set quota applies in their place.
 local counts, is_valid = true, true
 if state.quota or quota_version > 0 or operation >= SET_QUOTA then
-  counts, is_valid = cold_set_quota().take_in(operation, call, pos, limit_count, guard)
+  counts, is_valid = cold_set_quota().take_in(limits)
   if not is_valid then return redis.error_reply('TOLLGATE a set quota has 1 to ' .. MOST_SET_LIMITS .. ' limits') end
 end
-local limits_end = pos + limit_count * CALL_LIMIT_SIZE
 if counts then
-  for from = pos, limits_end - 1, CALL_LIMIT_SIZE do
-    local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, from)
-    local stated = find_limit(#state, kind, count, window, capacity)
+  for i = 1, limit_count do
+    local stated = find_limit(#state, limits[i])
     if not stated then
       local add = state.quota and state.cold_set_quota.begin or cold().add
-      stated = add(kind, count, window, capacity, guard)
+      stated = add(limits[i])
     elseif now - stated.last_stated > stated.window / 2 then
       stated.last_stated, state.changed = lends and now + STATED_AHEAD or now, true
     end
@@ -184,14 +185,12 @@ if counts then
   if limit_count > 0 and #state > limit_count then cold().retain(1) end
   state.limiting = #state
 end
-pos = limits_end
 if state.quota and operation == LEASE then state.cold_set_quota.renew() end
 if #state > MOST_LIMITS then
   return redis.error_reply('TOLLGATE a call states at most ' .. MOST_LIMITS .. ' limits')
 end
 if lends then
-  local kind, count, window, capacity = struct.unpack(CALL_LIMIT, call, pos - CALL_LIMIT_SIZE)
-  state.pace = find_limit(state.limiting, kind, count, window, capacity)
+  state.pace = find_limit(state.limiting, limits[limit_count])
   if lends ~= OWNS then state.borrows = lends end
 end
 if state.cold_advance then state.cold_advance.insert_due() end
@@ -200,12 +199,12 @@ if #state.returned > 0 then cold().drain() end
 -- Twin: `usage` in src/store/memory/booking.rs. Nothing is written.
 if operation == PEEK then
   local used, free, held_for, recovering = {}, {}, state.earliest - now, state.recovering_until - now
-  local limits = {}
+  local owned = {}
   for i = 1, state.limiting do
-    if state[i] ~= state.pace then limits[#limits + 1] = state[i] end
+    if state[i] ~= state.pace then owned[#owned + 1] = state[i] end
   end
-  for i = 1, #limits do
-    local limit = limits[i]
+  for i = 1, #owned do
+    local limit = owned[i]
     used[i] = limit.rule.cold().used(limit)
     if state.cold_advance then used[i] = used[i] + state.cold_advance.booked_until(limit, NEVER) end
     free[i] = room_of(limit, now, 0)
@@ -221,8 +220,8 @@ if operation == PEEK then
     local count, _
     cost, count, _, pos = struct.unpack(CALL_DEMAND, call, pos)
     is_allowed = cost > 0
-    for i = 1, #limits do
-      if cost > largest_cost(limits[i]) then is_allowed = false end
+    for i = 1, #owned do
+      if cost > largest_cost(owned[i]) then is_allowed = false end
     end
     if n < demand_count and is_allowed then
       book(cost, count, life, state.earliest, NEVER - 1, {})
@@ -236,14 +235,14 @@ if operation == PEEK then
   end
   local parts = {
     struct.pack(PEEK_REPLY, FORMAT, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
-      is_cut, recovering > 0 and recovering or 0, #limits),
+      is_cut, recovering > 0 and recovering or 0, #owned),
   }
-  for i = 1, #limits do
-    local limit, slot = limits[i], NEVER
+  for i = 1, #owned do
+    local limit, slot = owned[i], NEVER
     if cost <= largest_cost(limit) then
       slot = first_slot_unreserved(limit, now, cost, life)
     end
-    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.kind, limit.count, limit.window, limit.capacity, used[i], free[i],
+    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.bytes, used[i], free[i],
       limit.external and reserved(limit, now) or 0, slot < NEVER and slot - now or NEVER)
   end
   if state.quota then parts[#parts + 1] = state.cold_set_quota.part() end
@@ -342,22 +341,26 @@ if state.changed then
     expires = needed + SPARE_LIFE
   end
   local time_to_live = math.floor((expires - server_time) / 1000) + 1
-  if state.must_rewrite then
-    cold().rewrite(incarnation, writes, offset, expires, held_until, releases, time_to_live)
+  -- The regions are packed first: they may get more room, which their records state.
+  local regions = state.must_rewrite and cold().regions()
+  local records = packed_records()
+  -- The lowest bit of `recovering until` says whether the hold was cut.
+  local packed = struct.pack(HEAD, FORMAT, #records, #state.returned, state.returned_room, incarnation, writes, state.made_at,
+    state.recovering_until + state.hold_is_cut, offset, now, expires, held_until, releases) .. table.concat(records)
+  if regions then
+    -- The whole state, in one string of its exact size, so that later writes into it need no more memory.
+    redis_write('SET', key, packed .. regions, 'PX', time_to_live)
   else
     -- Only the head, the records and the entries that changed are written. The size of the string stays.
-    local others, other_count = other_records()
-    local records = packed_head(#state + other_count, incarnation, writes, offset, expires, held_until, releases)
     for i = 1, #state do
       local limit = state[i]
-      records = records .. limit.rule.record(limit)
       if limit.kind == WINDOW then
         limit.rule.write(limit)
       elseif limit.dirty and limit.n > 0 then
         redis_write('SETRANGE', key, limit.base, pack_list(limit.list, limit.rule.entry, limit.rule.fields))
       end
     end
-    redis_write('SETRANGE', key, '0', records .. others)
+    redis_write('SETRANGE', key, '0', packed)
     if #state.returned > 0 then
       redis_write('SETRANGE', key, state.returned_base, pack_returned())
     end
@@ -388,9 +391,8 @@ for i = state.limiting, 1, -1 do
   if state.limiting > limit_count and not state[i].ours then foreign = state[i] end
   if state[i].external then shared = SHARED end
 end
-local no_limit = { kind = 0, count = 0, window = 0, capacity = 0 }
-refusing, foreign = status % SHARED == REFUSED and refusing or no_limit, foreign or no_limit
+refusing = status % SHARED == REFUSED and refusing
 return struct.pack(REPLY, FORMAT, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
-  state.earliest - now, releases, refusing.kind, refusing.count, refusing.window, refusing.capacity, foreign.kind, foreign.count,
-  foreign.window, foreign.capacity, prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,
+  state.earliest - now, releases, refusing and refusing.bytes or NO_LIMIT, foreign and foreign.bytes or NO_LIMIT,
+  prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,
   status % SHARED, segments.wait

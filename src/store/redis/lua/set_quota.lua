@@ -25,6 +25,9 @@ local function cold_set_quota()
   local EPOCH = 1700000000000000
   local STEP = 8000000
 
+  -- The fields of the record.
+  local FIELDS = { 'kind', 'version', 'ends', 'life', 'in_flight', 'limiting', 'booked_until', 'lost_until' }
+
   -- Returns whether a version is of a quota that is set, and not of its end.
   local function is_set(version)
     return version % 2 == 1
@@ -42,10 +45,10 @@ local function cold_set_quota()
 
   -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
   -- not know.
-  function set_quota.begin(kind, count, window, capacity, guard)
+  function set_quota.begin(bytes)
     local quota = state.quota
     quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
-    local limit, knows_all = cold().add(kind, count, window, capacity, guard)
+    local limit, knows_all = cold().add(bytes)
     if not knows_all then quota.lost_until = quota.booked_until end
     return limit
   end
@@ -57,13 +60,11 @@ local function cold_set_quota()
     return slot <= quota.booked_until and (stamp <= state.now or slot <= quota.lost_until)
   end
 
-  -- Makes the limits of the call, which begin at `pos`, those of the set quota. The others are paused.
-  local function set(call, pos, limit_count, guard)
+  -- Makes `stated`, the limits of the call, those of the set quota. The others are paused.
+  local function set(stated)
     local limits, others, is_chosen, known = {}, {}, {}, nil
-    for _ = 1, limit_count do
-      local kind, count, window, capacity
-      kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-      local limit = find_limit(#state, kind, count, window, capacity) or set_quota.begin(kind, count, window, capacity, guard)
+    for i = 1, #stated do
+      local limit = find_limit(#state, stated[i]) or set_quota.begin(stated[i])
       limit.last_stated = state.now
       if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
     end
@@ -118,30 +119,27 @@ local function cold_set_quota()
       ends, in_flight = now + life + END_MARGIN, 0
     end
     state.quota = {
-      version = version, ends = ends, life = life, in_flight = in_flight,
+      kind = QUOTA, version = version, ends = ends, life = life, in_flight = in_flight,
       booked_until = math.max(before.booked_until, slots_end(now)), lost_until = before.lost_until,
     }
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
 
-  -- Returns whether the set quota stays as it is if the limits of the call, which begin at `pos`, are
-  -- learned. The same quota applies for its `life` again.
-  local function learns_nothing_new(call, pos, limit_count, life, in_flight)
+  -- Returns whether the set quota stays as it is if `stated`, the limits of the call, are learned. The
+  -- same quota applies for its life again.
+  local function learns_nothing_new(stated)
     local quota, is_stated = state.quota, {}
     if not quota or not is_set(quota.version) then return false end
     if not is_learned(quota.version) then return true end
-    for _ = 1, limit_count do
-      local kind, count, window, capacity
-      kind, count, window, capacity, pos = struct.unpack(CALL_LIMIT, call, pos)
-      local limit = find_limit(state.limiting, kind, count, window, capacity)
-      if not limit then return false end
-      is_stated[limit] = true
+    for i = 1, #stated do
+      if not find_limit(state.limiting, stated[i]) then return false end
+      is_stated[stated[i]] = true
     end
     for i = 1, state.limiting do
-      if not is_stated[state[i]] then return false end
+      if not is_stated[state[i].bytes] then return false end
     end
-    if quota.in_flight ~= in_flight then return false end
-    quota.ends, quota.life, state.changed = state.now + life, life, true
+    if quota.in_flight ~= quota_in_flight then return false end
+    quota.ends, quota.life, state.changed = state.now + quota_life, quota_life, true
     return true
   end
 
@@ -151,16 +149,16 @@ local function cold_set_quota()
     return is_learned(ends) and newest > ends and not is_learned(newest)
   end
 
-  -- Takes in the quota version of a call. Returns whether the limits of the call count as stated, and
+  -- Takes in the quota version of the call, which states these limits. Returns whether the limits of the call count as stated, and
   -- whether they may be those of a set quota if they are.
-  function set_quota.take_in(operation, call, pos, limit_count, guard)
+  function set_quota.take_in(stated)
     finish()
     local known, version = state.quota and state.quota.version or 0, quota_version
     state.call_version = version
     if operation >= SET_QUOTA then
       -- The reply states the quota in any case.
       state.call_version = 0
-      if operation == LEARN_QUOTA and learns_nothing_new(call, pos, limit_count, quota_life, quota_in_flight) then
+      if operation == LEARN_QUOTA and learns_nothing_new(stated) then
         version = known
       elseif operation == UNSET_QUOTA and has_ended_learned(version, known) then
         version = known
@@ -182,7 +180,7 @@ local function cold_set_quota()
     if is_set(version) and operation ~= UNSET_QUOTA and not has_limits then return false, false end
     if version > known then
       change(version, quota_life, quota_in_flight)
-      if is_set(version) then set(call, pos, limit_count, guard) end
+      if is_set(version) then set(stated) end
     end
     if not state.quota then return true, true end
     if not is_set(state.quota.version) then
@@ -210,26 +208,21 @@ local function cold_set_quota()
     if is_set(quota.version) then count = state.limiting end
     local parts = { struct.pack(QUOTA_PART, quota.version, quota.ends - state.now, quota.life, quota.in_flight, count) }
     for i = 1, count do
-      parts[i + 1] = struct.pack(CALL_LIMIT, state[i].kind, state[i].count, state[i].window, state[i].capacity)
+      parts[i + 1] = state[i].bytes
     end
     return table.concat(parts)
   end
 
   -- Reads the record.
-  function set_quota.read(head, from)
-    local _, version, ends, life, in_flight, limiting, booked_until, lost_until = struct.unpack(QUOTA_RECORD, head, from)
-    state.quota = {
-      version = version, ends = ends, life = life, in_flight = in_flight, booked_until = booked_until, lost_until = lost_until,
-    }
-    state.limiting = limiting
+  function set_quota.read(bytes, from)
+    state.quota = unpack_entry(bytes, from, QUOTA_RECORD, FIELDS)
+    state.limiting = state.quota.limiting
   end
 
   -- Packs the record.
   function set_quota.record()
-    local quota = state.quota
-    local record = struct.pack(QUOTA_RECORD, QUOTA, quota.version, quota.ends, quota.life, quota.in_flight, state.limiting,
-      quota.booked_until, quota.lost_until)
-    return record .. string.rep('\0', RECORD_SIZE - #record)
+    state.quota.limiting = state.limiting
+    return pack_entry(state.quota, QUOTA_RECORD, FIELDS)
   end
 
   return set_quota

@@ -21,7 +21,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
   -- How far the logical time is ahead of what the caller expects. main.lua also allows a thousandth
   -- of `since`.
   local deviation = now - seen - since
-  local cost, permits, earliest = struct.unpack(CALL_DEMAND, call, pos + CALL_LIMIT_SIZE * limit_count)
+  local cost, permits, earliest = struct.unpack(CALL_DEMAND, call, pos + LIMIT_SIZE * limit_count)
   -- Whether the limits of the call count as stated. Those of a set quota need not: they apply anyway.
   local states_limits, is_known = true, state_format == FORMAT and record_count == limit_count
   if quota_version > 0 then
@@ -51,17 +51,16 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
 
     for i = 1, limit_count do
       local record = HEAD_SIZE + RECORD_SIZE * (i - 1) + 1
-      local asked_kind, asked_count, asked_window, asked_capacity =
-        struct.unpack(CALL_LIMIT, call, pos + CALL_LIMIT_SIZE * (i - 1))
-      if asked_kind == BUCKET then
+      local asked = string.sub(call, pos + LIMIT_SIZE * (i - 1), pos + LIMIT_SIZE * i - 1)
+      local kind, count, window, capacity = struct.unpack(LIMIT, asked)
+      if kind == BUCKET then
         -- The pace of a part counts permits of its owner, and does not limit them.
         local is_pace = lends and i == limit_count
-        local kind, count, window, capacity, record_guard, last_stated, n, room, full_at, early, base, refundable, _, unit,
-          ticks = struct.unpack(BUCKET_RECORD, head, record)
+        local limit, last_stated, n, room, full_at, early, base, refundable, _, unit, ticks =
+          struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in ticks. It is full `early` ticks before `full_at`.
         local missing = full_at > now and (full_at - now) * ticks - early or 0
-        if kind ~= BUCKET or asked_count ~= count or asked_window ~= window or asked_capacity ~= capacity or n > 0
-          or not is_pace and (cost > capacity or capacity - math.ceil(missing / unit) < units) then
+        if limit ~= asked or n > 0 or not is_pace and (cost > capacity or capacity - math.ceil(missing / unit) < units) then
           is_unusual = true
           break
         end
@@ -83,15 +82,15 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
           if free < 0 then free = 0 end
           if free < free_after and not is_pace then free_after = free end
           if full_at > fresh_from then fresh_from = full_at end
-          records = records .. struct.pack(BUCKET_RECORD, BUCKET, count, window, capacity, record_guard, last_stated, 0,
-            room, full_at, early, base, refundable, NEVER, unit, ticks, 0, 0, 0)
+          records = records .. struct.pack(BUCKET_RECORD, limit, last_stated, 0, room, full_at, early, base, refundable,
+            NEVER, unit, ticks)
         end
         region = region + room * DELAYED_SIZE
       else
-        local kind, count, window, capacity, record_guard, last_stated, n, room, total, fine_units, coarse_count, first,
-          cursor_index, _, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
-        if kind ~= WINDOW or asked_kind ~= WINDOW or asked_count ~= count or asked_window ~= window
-          or coarse_count > 0 or cursor_index > 0 or cost > count or n == 0 or stamp < newest then
+        local limit, last_stated, n, room, total, fine_units, coarse_count, first, cursor_index, _, oldest, oldest_units,
+          newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
+        if limit ~= asked or kind ~= WINDOW or coarse_count > 0 or cursor_index > 0 or cost > count or n == 0
+          or stamp < newest then
           is_unusual = true
           break
         end
@@ -122,7 +121,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             break
           end
           if left > wait then
-            wait, refusing = left, { kind = kind, count = count, window = window, capacity = capacity }
+            wait, refusing = left, limit
           end
         elseif wait == 0 then
           if free < units or n == room then
@@ -146,8 +145,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             oldest, oldest_units = stamp, newest_units
           end
           if free - units < free_after then free_after = free - units end
-          records = records .. struct.pack(WINDOW_RECORD, WINDOW, count, window, 0, record_guard, last_stated, n, room,
-            total + units, fine_units + units, 0, first % room, 0, 0, oldest, oldest_units, stamp, newest_units)
+          records = records .. struct.pack(WINDOW_RECORD, limit, last_stated, n, room, total + units, fine_units + units, 0, first % room, 0, 0, oldest, oldest_units, stamp, newest_units)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end
         region = region + room * CHUNK_SIZE
@@ -173,12 +171,12 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
       redis_write('SETRANGE', key, '0', struct.pack(HEAD, FORMAT, record_count, 0, returned_room, incarnation, writes + 1,
         made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
       return struct.pack(REPLY_WITH_SEGMENT, FORMAT, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
-        0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, cost, permits, 0, stamp - now), GRANTED, 0
+        NO_LIMIT, NO_LIMIT, 0, 0, 1, cost, permits, 0, stamp - now), GRANTED, 0
     elseif not is_restated then
       -- A refusal writes nothing. If it has to record that the call stated a limit, main.lua
       -- decides.
       return struct.pack(REPLY, FORMAT, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
-        refusing.kind, refusing.count, refusing.window, refusing.capacity, 0, 0, 0, 0, 0, 0, 0), REFUSED
+        refusing, NO_LIMIT, 0, 0, 0), REFUSED
     end
   end
 end

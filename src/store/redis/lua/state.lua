@@ -5,7 +5,8 @@
 
 -- state[1] ... state[#state] are the limits, with what was used of them. The last of them may be
 -- paused (set_quota.lua): they count and refuse nothing. Each is a table with the fields of its record,
--- and with these:
+-- and with these (`new_limit`, ledger.lua):
+--   bytes     what states it: kind, count, window and capacity (layout.lua, LIMIT)
 --   n         how many entries it has
 --   room      for how many entries its region has space; the function `room` of a rule is another
 --             thing: how many units may leave
@@ -45,11 +46,10 @@ local state = {
 }
 state[1], state[2] = nil, nil
 
--- Returns the limit with these numbers among the first `to` limits, if there is one.
-local function find_limit(to, kind, count, window, capacity)
+-- Returns the limit with these bytes among the first `to` limits, if there is one.
+local function find_limit(to, bytes)
   for i = 1, to do
-    local limit = state[i]
-    if limit.count == count and limit.window == window and limit.kind == kind and limit.capacity == capacity then return limit end
+    if state[i].bytes == bytes then return state[i] end
   end
 end
 
@@ -61,20 +61,31 @@ end
 
 -- The delayed permits of buckets, the uses of fixed windows and the returned slots are short lists. They
 -- are read and written whole. An entry of a list has `size` bytes of a format. It is read into a table
--- with the given `fields`.
+-- with the given `fields`. Records that few keys have are read and packed like an entry.
+
+-- Reads an entry, which begins at `at`.
+local function unpack_entry(bytes, at, format, fields)
+  local values, entry = { struct.unpack(format, bytes, at) }, {}
+  for k = 1, #fields do
+    entry[fields[k]] = values[k]
+  end
+  return entry
+end
+
+-- Packs an entry.
+local function pack_entry(entry, format, fields)
+  local values = {}
+  for k = 1, #fields do
+    values[k] = entry[fields[k]]
+  end
+  return struct.pack(format, unpack(values))
+end
 
 -- Reads a list of n entries, which begins at `base`.
 local function read_list(base, n, format, size, fields)
-  local list = {}
-  if n > 0 then
-    local bytes = redis.call('GETRANGE', key, base, base + n * size - 1)
-    for i = 1, n do
-      local values, entry = { struct.unpack(format, bytes, (i - 1) * size + 1) }, {}
-      for k = 1, #fields do
-        entry[fields[k]] = values[k]
-      end
-      list[i] = entry
-    end
+  local list, bytes = {}, n > 0 and redis.call('GETRANGE', key, base, base + n * size - 1)
+  for i = 1, n do
+    list[i] = unpack_entry(bytes, (i - 1) * size + 1, format, fields)
   end
   return list
 end
@@ -83,11 +94,7 @@ end
 local function pack_list(list, format, fields)
   local parts = {}
   for i = 1, #list do
-    local values = {}
-    for k = 1, #fields do
-      values[k] = list[i][fields[k]]
-    end
-    parts[i] = struct.pack(format, unpack(values))
+    parts[i] = pack_entry(list[i], format, fields)
   end
   return table.concat(parts)
 end

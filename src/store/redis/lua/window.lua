@@ -102,19 +102,16 @@ local function window_rule()
     end
   end
 
-  -- Reads a record.
-  local function read(s, from)
-    local kind, count, window, capacity, guard, last_stated, n, room, total, fine_units, coarse_count, first,
-      cursor_index, cursor_before, oldest, oldest_units, newest, newest_units = struct.unpack(WINDOW_RECORD, s, from)
-    local last = first + n - 1
-    return {
-      kind = kind, count = count, window = window, capacity = capacity, guard = guard, last_stated = last_stated, n = n,
-      room = room, total = total, fine_units = fine_units, coarse_count = coarse_count, first = first,
-      cursor_index = cursor_index, cursor_before = cursor_before, first_read = first, end_read = last + 1, dirty = false,
-      dirty_from = 0, dirty_to = 0, base = 0, rule = 0, ours = false,
-      ring = {
-        [2 * last] = newest, [2 * last + 1] = newest_units, [2 * first] = oldest, [2 * first + 1] = oldest_units,
-      },
+  -- Reads the record.
+  local function read(limit, s, from)
+    local _, oldest, oldest_units, newest, newest_units
+    _, limit.last_stated, limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first,
+      limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest, newest_units =
+      struct.unpack(WINDOW_RECORD, s, from)
+    local last = limit.first + limit.n - 1
+    limit.first_read, limit.end_read = limit.first, last + 1
+    limit.ring = {
+      [2 * last] = newest, [2 * last + 1] = newest_units, [2 * limit.first] = oldest, [2 * limit.first + 1] = oldest_units,
     }
   end
 
@@ -126,9 +123,9 @@ local function window_rule()
       oldest, oldest_units = stamp_of(limit, 0), units_of(limit, 0)
       newest, newest_units = stamp_of(limit, last), units_of(limit, last)
     end
-    return struct.pack(WINDOW_RECORD, WINDOW, limit.count, limit.window, limit.capacity, limit.guard, limit.last_stated,
-      limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first % limit.room,
-      limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest, newest_units)
+    return struct.pack(WINDOW_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.total, limit.fine_units,
+      limit.coarse_count, limit.first % limit.room, limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest,
+      newest_units)
   end
 
   -- Writes the chunks that changed, except the newest, which is in the record.
@@ -187,19 +184,21 @@ local function window_rule()
 
   -- Returns how many units may leave at `slot`, which is not before the first slot of one unit.
   local function room(limit, slot)
-    local index, before, gone = limit.cursor_index, limit.cursor_before, slot - limit.window
+    local used, gone = limit.total, slot - limit.window
     -- Mostly no chunk has left.
-    if limit.n > 0 and stamp_of(limit, 0) > gone then index, before = 0, 0 end
-    while index > 0 and stamp_of(limit, index - 1) > gone do
-      index = index - 1
-      before = before - units_of(limit, index)
+    if limit.n > 0 and stamp_of(limit, 0) <= gone then
+      local index, before = limit.cursor_index, limit.cursor_before
+      while index > 0 and stamp_of(limit, index - 1) > gone do
+        index = index - 1
+        before = before - units_of(limit, index)
+      end
+      while index < limit.n and stamp_of(limit, index) <= gone do
+        before = before + units_of(limit, index)
+        index = index + 1
+      end
+      used = used - before
     end
-    while index < limit.n and stamp_of(limit, index) <= gone do
-      before = before + units_of(limit, index)
-      index = index + 1
-    end
-    local room = limit.count - (limit.total - before)
-    return room > 0 and room or 0
+    return limit.count > used and limit.count - used or 0
   end
 
   -- Adds units of a stamp to the log. They join a chunk with the same stamp, or else a neighbour
