@@ -9,42 +9,37 @@
 -- limit, too. The state then reserves units for them. src/limit/external.rs explains how many, and
 -- the fields of `limit.external`.
 
--- Returns the units of a limit that are reserved for other clients at a moment, and when that
+-- Returns the units of a shared limit that are reserved for other clients at a moment, and when that
 -- changes next if no response arrives.
 local function reserved_from(limit, at)
-  local external, units, quarter = limit.external, 0, math.floor(limit.count / 4)
+  local external, units, next_change = limit.external, 0, NEVER
   local is_confirmed = at < external.confirmed_until
+  local most_expected = is_confirmed and NEVER or math.floor(limit.count / 4)
   if at < external.ends then
-    units = external.expected
-    if not is_confirmed and units > quarter then units = quarter end
-    if is_confirmed and external.seen > units then units = external.seen end
+    units = math.max(is_confirmed and external.seen or 0, math.min(external.expected, most_expected))
   elseif external.log_is_complete == 1 then
-    units = external.seen > external.expected and external.seen or external.expected
-    if not is_confirmed and units > quarter then units = quarter end
+    units = math.min(math.max(external.seen, external.expected), most_expected)
   end
-  if at < external.shortfall_until and external.shortfall > units then units = external.shortfall end
-  local next_change = NEVER
-  if external.shortfall_until > at then next_change = external.shortfall_until end
-  if external.confirmed_until > at and external.confirmed_until < next_change then
-    next_change = external.confirmed_until
+  if at < external.shortfall_until then
+    units, next_change = math.max(units, external.shortfall), external.shortfall_until
   end
-  if external.ends > at and external.ends < next_change then next_change = external.ends end
+  if is_confirmed then next_change = math.min(next_change, external.confirmed_until) end
+  if at < external.ends then next_change = math.min(next_change, external.ends) end
   return units, next_change
 end
 
 -- Returns the units of a limit that are reserved for other clients at a moment.
 local function reserved(limit, at)
-  local units = reserved_from(limit, at)
+  local units = limit.external and reserved_from(limit, at) or 0
   return units
 end
 
--- Returns the moment from which nothing is reserved, if no response arrives.
+-- Returns the moment from which nothing of a shared limit is reserved, if no response arrives.
 local function forgotten_from(limit)
   local external = limit.external
   local from, is_stated = external.ends, external.fewest_left < LARGEST_I4 or external.seen > 0
   if is_stated and reserved(limit, external.ends) > 0 then from = external.ends + limit.window end
-  if external.shortfall > 0 and external.shortfall_until > from then from = external.shortfall_until end
-  return from
+  return external.shortfall > 0 and math.max(from, external.shortfall_until) or from
 end
 
 -- Returns the first moment, not before `from`, at which a limit allows `cost` and the units that
@@ -93,53 +88,59 @@ local function cold_external()
     local last, expected = limit.external, 0
     local ends = last.ends + limit.window
     if last.log_is_complete == 1 and state.now < ends then
-      expected = limit.count - last.fewest_left
-      expected = expected > last.granted_then and expected - last.granted_then or 0
-      if last.expected < expected then expected = last.expected end
-      if last.seen > expected then expected = last.seen end
+      local most = math.max(limit.count - last.fewest_left - last.granted_then, 0)
+      expected = math.max(last.seen, math.min(last.expected, most))
     end
     if expected > 0 then
       local external = new_external(limit, ends, expected, 1)
       external.stated_at, external.valid_until = last.stated_at, last.valid_until
       -- The units that were left at the end show what other clients may have used.
-      local shown = last.fewest_left < LARGEST_I4 and last.valid_until or 0
-      external.confirmed_until = shown > last.confirmed_until and shown or last.confirmed_until
+      local shown_until = last.fewest_left < LARGEST_I4 and last.valid_until or 0
+      external.confirmed_until = math.max(last.confirmed_until, shown_until)
       limit.external = external
     else
       limit.external, state.must_rewrite = nil, true
     end
   end
 
-  -- Takes in a statement of the upstream about a limit of this state: `left` units were left, `ago`
-  -- microseconds ago. Returns whether less is allowed than before.
+  -- Forgets what is reserved for other clients.
+  function usage.forget_others(limit)
+    if limit.external then
+      limit.external, state.must_rewrite, state.changed = nil, true, true
+    end
+  end
+
+  -- Takes in a statement of the upstream about a limit: `left` units were left, `ago` microseconds ago.
+  -- Returns whether less is allowed than before, and whether the statement is urgent: then other
+  -- processes are notified at once.
   --
   -- This state has granted `least` to `most` of the units that the upstream may have counted. Their
   -- stamps are not later than `sent`.
-  local function see_limit(limit, left, reset_in, steady, urgent, ago, refused, valid_for)
-    if limit.kind == BUCKET then return limit.rule.cold().see(limit, ago, left) end
-    local least, most
-    local longest_life = math.floor(limit.window / 20)
-    if longest_life < LONGEST_LIFE then longest_life = LONGEST_LIFE end
-    local sent = state.now + longest_life + state.slack
+  function usage.see(stated, left, reset_in, flags, ago, refused, valid_for, forget)
+    local limit, is_steady, is_urgent = find_limit(state.limiting, stated), flags % 2 == 1, flags >= 2
+    if not limit then return false end
+    if forget == 1 then
+      usage.forget_others(limit)
+      return false
+    end
+    if limit.kind == BUCKET then return limit.rule.cold().see(limit, ago, left), is_urgent end
+    local part_of_window, least, most = math.floor(limit.window / 20), nil, nil
+    local sent = state.now + math.max(part_of_window, LONGEST_LIFE) + state.slack
     if limit.kind == WINDOW then
       least, most = limit.rule.cold().used_until(limit, sent)
     else
       least = limit.rule.used(limit)
       most = least
     end
-    if state.cold_advance then
-      local booked = state.cold_advance.booked_until(limit, sent)
-      least, most = least + booked, most + booked
-    end
+    local booked = state.cold_advance and state.cold_advance.booked_until(limit, sent) or 0
+    least, most = least + booked, most + booked
     -- A reset that an older response states does not count, because units may have left the log
     -- since.
-    local oldest = math.floor(limit.window / 20)
-    if oldest < OLDEST_RESPONSE then oldest = OLDEST_RESPONSE end
-    if steady == 0 and ago > oldest then reset_in = 0 end
-    local gone, external = limit.count > left and limit.count - left or 0, limit.external
+    if not is_steady and ago > math.max(part_of_window, OLDEST_RESPONSE) then reset_in = 0 end
+    local gone, external = math.max(limit.count - left, 0), limit.external
     local resets = reset_in > 0 and state.now + reset_in or nil
-    if not external and not (resets and gone > most) and refused == 0 and not urgent then return false end
-    local is_steady = steady == 1 and resets
+    if not external and not (resets and gone > most) and refused == 0 and not is_urgent then return false end
+    is_steady = is_steady and resets
     local ends = is_steady and resets or state.now + limit.window
     -- The log is complete if the state was made before the upstream's window began. A tenth of the
     -- window may be missing. If the statement is not steady, the window that ends now has to be
@@ -156,61 +157,39 @@ local function cold_external()
     end
     local was_reserved = reserved(limit, state.now)
 
-    external.refused = external.refused + refused
-    if external.refused > LARGEST_I4 then external.refused = LARGEST_I4 end
+    external.refused = math.min(external.refused + refused, LARGEST_I4)
     if external.refused > 0 then
-      local by_refusals, bound = external.expected + external.refused, limit.count - math.floor(limit.count / 8)
-      if by_refusals > bound then by_refusals = bound end
-      if by_refusals > external.seen then external.seen = by_refusals end
+      local bound = limit.count - math.floor(limit.count / 8)
+      external.seen = math.max(external.seen, math.min(external.expected + external.refused, bound))
     end
 
-    local stated_at = state.now > ago and state.now - ago or 0
+    local stated_at, valid_until = math.max(state.now - ago, 0), state.now + valid_for
     local is_newest = stated_at >= external.stated_at
-    if is_newest then external.stated_at, external.valid_until = stated_at, state.now + valid_for end
-    local counted = most > external.refused and most - external.refused or 0
-    local of_others = gone > counted and gone - counted or 0
+    if is_newest then external.stated_at, external.valid_until = stated_at, valid_until end
+    local of_others = math.max(gone - math.max(most - external.refused, 0), 0)
     if stated_at + limit.window >= external.ends then
-      if least > LARGEST_I4 then least = LARGEST_I4 end
+      least = math.min(least, LARGEST_I4)
       if left < external.fewest_left or (left == external.fewest_left and least < external.granted_then) then
         external.fewest_left, external.granted_then = left, least
       end
       if is_steady then
-        if is_newest and gone < external.seen then external.seen = gone end
-        if of_others > external.seen then external.seen = of_others end
+        if is_newest then external.seen = math.min(external.seen, gone) end
+        external.seen = math.max(external.seen, of_others)
       end
     end
-    if (refused > 0 or (is_steady and of_others > 0)) and state.now + valid_for > external.confirmed_until then
-      external.confirmed_until = state.now + valid_for
+    if refused > 0 or (is_steady and of_others > 0) then
+      external.confirmed_until = math.max(external.confirmed_until, valid_until)
     end
 
     if is_newest then
       external.shortfall, external.shortfall_until, external.counted_until = 0, 0, 0
       if resets and resets > state.now then
         external.shortfall, external.counted_until = gone - most, sent
-        external.shortfall_until = resets < state.now + valid_for and resets or state.now + valid_for
+        external.shortfall_until = math.min(resets, valid_until)
       end
     end
     state.changed = true
-    return reserved(limit, state.now) > was_reserved
-  end
-
-  -- Forgets what is reserved for other clients.
-  function usage.forget_others(limit)
-    if limit.external then
-      limit.external, state.must_rewrite, state.changed = nil, true, true
-    end
-  end
-
-  -- Takes in a statement of the upstream. Returns whether less is allowed than before, and whether
-  -- the statement is urgent: then other processes are notified at once.
-  function usage.see(stated, left, reset_in, flags, ago, refused, valid_for, forget)
-    local limit, urgent = find_limit(state.limiting, stated), flags >= 2
-    if limit and forget == 1 then
-      usage.forget_others(limit)
-    elseif limit then
-      return see_limit(limit, left, reset_in, flags % 2, urgent, ago, refused, valid_for), urgent
-    end
-    return false, false
+    return reserved(limit, state.now) > was_reserved, is_urgent
   end
 
   -- Reads a record and attaches it to its limit.
