@@ -65,6 +65,14 @@ local function largest_cost(limit)
   return limit.kind == BUCKET and limit.capacity or limit.count
 end
 
+-- Returns whether every limit allows permits of this cost.
+local function allows(cost)
+  for i = 1, state.limiting do
+    if state[i] ~= state.pace and cost > largest_cost(state[i]) then return false end
+  end
+  return cost > 0
+end
+
 -- Counts units of a permit in every limit.
 local function insert(slot, stamp, units)
   state.changed = true
@@ -137,8 +145,7 @@ end
 
 -- Returns how many units of a limit may leave at `slot`, with stamps that are `length` later.
 local function room_of(limit, slot, length)
-  local units = limit.rule.room(limit, slot, length)
-  if limit.external then units = units - reserved(limit, slot) end
+  local units = limit.rule.room(limit, slot, length) - reserved(limit, slot)
   return units > 0 and units or 0
 end
 
@@ -204,25 +211,28 @@ local function cold()
     end
   end
 
+  -- Removes a returned slot. Its units leave the limits.
+  local function drop(index)
+    local entry = table.remove(state.returned, index)
+    subtract(entry.slot, entry.stamp, entry.units)
+  end
+
   -- Keeps a returned slot for the next caller. Its units stay in the limits. If there are too many
-  -- returned slots, the last of them is removed, and its units leave the limits.
+  -- returned slots, the last of them is removed.
   local function keep(slot, stamp, units)
     local list, i = state.returned, 1
     while list[i] and (list[i].slot < slot or (list[i].slot == slot and list[i].stamp < stamp)) do
       i = i + 1
     end
-    local other, last = list[i], nil
+    local other = list[i]
     if other and other.slot == slot and other.stamp == stamp then
       other.units = other.units + units
     else
       table.insert(list, i, { slot = slot, stamp = stamp, units = units })
     end
-    if #list > MOST_RETURNED then
-      last = table.remove(list)
-    end
     state.changed = true
+    if #list > MOST_RETURNED then drop(#list) end
     if #list > state.returned_room then state.must_rewrite = true end
-    if last then subtract(last.slot, last.stamp, last.units) end
   end
 
   -- Returns whether a limit would give a returned slot again without its units. src/limit/algorithm.rs
@@ -237,8 +247,7 @@ local function cold()
     return limit.rule.cold().would_give_again(limit, entry.slot, entry.units)
   end
 
-  -- Removes the returned slots that the limits would give again, the last one first. Their units
-  -- leave the limits.
+  -- Removes the returned slots that the limits would give again, the last one first.
   local function free_spare()
     local list = state.returned
     while #list > 0 do
@@ -247,8 +256,7 @@ local function cold()
       for i = 1, state.limiting do
         if state[i] ~= state.pace and not would_give_again(state[i], last) then return end
       end
-      list[#list] = nil
-      subtract(last.slot, last.stamp, last.units)
+      drop(#list)
     end
   end
 
@@ -265,7 +273,7 @@ local function cold()
     end
     local is_shared = false
     for i = 1, state.limiting do
-      if state[i].external and reserved(state[i], slot) > 0 then is_shared = true end
+      if reserved(state[i], slot) > 0 then is_shared = true end
     end
     local is_earlier = state.quota and slot <= state.quota.booked_until
     if slot <= state.now or slot < state.earliest or is_shared or is_earlier then
@@ -276,22 +284,18 @@ local function cold()
     free_spare()
   end
 
-  -- Removes the returned slots that no request can use any more. Their units leave the limits.
+  -- Removes the returned slots that no request can use any more.
   function ledger.drain()
     local list = state.returned
     while list[1] and list[1].slot < state.earliest do
-      local passed = table.remove(list, 1)
-      subtract(passed.slot, passed.stamp, passed.units)
+      drop(1)
     end
   end
 
-  -- Removes all returned slots, because they were granted when more seemed to be left. Their units
-  -- leave the limits.
+  -- Removes all returned slots, because they were granted when more seemed to be left.
   function ledger.drop_returned()
-    local list = state.returned
-    while #list > 0 do
-      local last = table.remove(list)
-      subtract(last.slot, last.stamp, last.units)
+    for i = #state.returned, 1, -1 do
+      drop(i)
     end
   end
 

@@ -10,33 +10,28 @@
 -- Books `count` permits of `cost` units each, which are of use from `from` on. One segment has as
 -- many of them as its slot allows. Returns nothing if all are booked. Otherwise returns the first
 -- slot that is later than `last`, and the limit that refused. Nothing is booked for that permit and
--- those after it. The same if the key has too many advance bookings for one more.
+-- those after it. The same if the key has too many advance bookings for one more. If no slot ever
+-- allows `cost`, returns NEVER.
 local function book(cost, count, life, from, last, segments)
+  if not allows(cost) then return NEVER end
   local advance = state.cold_advance
   if from > state.earliest then advance = cold_advance() end
   -- No permit has an earlier slot than the one before it, so each search goes on from there.
   local reached = from
   while count > 0 do
     local slot, refusing = first_slot(cost, life, reached)
-    local stamp, fits, entry, index
-    if #state.returned > 0 then
-      entry, index = find_returned(cost, life, from)
-    end
+    local entry, index = find_returned(cost, life, from)
+    local stamp, fits = slot + life + state.slack, 1
     if entry and entry.slot <= slot and entry.slot <= last then
-      slot, stamp, fits = entry.slot, entry.stamp, math.floor(entry.units / cost)
-      if fits > count then fits = count end
+      slot, stamp, fits = entry.slot, entry.stamp, math.min(count, math.floor(entry.units / cost))
       entry.units = entry.units - fits * cost
       if entry.units == 0 then table.remove(state.returned, index) end
       state.changed = true
     elseif slot > last then
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
-      stamp = slot + life + state.slack
-      fits = 1
       if count > 1 and not state.borrows then
-        fits = math.floor(room(slot, life + state.slack) / cost)
-        if fits > count then fits = count end
-        if fits < 1 then fits = 1 end
+        fits = math.max(1, math.min(count, math.floor(room(slot, stamp - slot) / cost)))
       end
       if advance and advance.is_in_advance(slot, from, cost, life) then
         if not advance.add(slot, stamp, cost * fits) then return slot, refusing end
@@ -60,7 +55,7 @@ local function remembered_until()
     local limit = state[i]
     local from = limit.rule.fresh_from(limit)
     if state.pace then from = math.max(from, in_force_until(limit)) end
-    if limit.external and forgotten_from(limit) > from then from = forgotten_from(limit) end
+    if limit.external then from = math.max(from, forgotten_from(limit)) end
     if from > until_then then until_then = from end
   end
   local last = state.returned[#state.returned]
@@ -215,20 +210,14 @@ if operation == PEEK then
     if recovering > held_for then state.earliest = state.recovering_until end
   end
   -- The demands before the last one are booked as if it were a lease.
-  local cost, is_allowed = 1, true
+  local cost = 1
   for n = 1, demand_count do
     local count, _
     cost, count, _, pos = struct.unpack(CALL_DEMAND, call, pos)
-    is_allowed = cost > 0
-    for i = 1, #owned do
-      if cost > largest_cost(owned[i]) then is_allowed = false end
-    end
-    if n < demand_count and is_allowed then
-      book(cost, count, life, state.earliest, NEVER - 1, {})
-    end
+    if n < demand_count then book(cost, count, life, state.earliest, NEVER - 1, {}) end
   end
   local next_slot = NEVER
-  if is_allowed then
+  if allows(cost) then
     local entry = find_returned(cost, life, state.earliest)
     next_slot = first_slot(cost, life, state.earliest)
     if entry and entry.slot < next_slot then next_slot = entry.slot end
@@ -239,11 +228,9 @@ if operation == PEEK then
   }
   for i = 1, #owned do
     local limit, slot = owned[i], NEVER
-    if cost <= largest_cost(limit) then
-      slot = first_slot_unreserved(limit, now, cost, life)
-    end
-    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.bytes, used[i], free[i],
-      limit.external and reserved(limit, now) or 0, slot < NEVER and slot - now or NEVER)
+    if cost <= largest_cost(limit) then slot = first_slot_unreserved(limit, now, cost, life) end
+    parts[i + 1] = struct.pack(PEEK_LIMIT, limit.bytes, used[i], free[i], reserved(limit, now),
+      slot < NEVER and slot - now or NEVER)
   end
   if state.quota then parts[#parts + 1] = state.cold_set_quota.part() end
   return table.concat(parts)
@@ -277,7 +264,7 @@ for _ = 1, charge_count do
 end
 if has_remaining == 1 then
   local is_less, is_urgent = cold_external().see(struct.unpack(CALL_REMAINING, call, pos))
-  if is_less and #state.returned > 0 then cold().drop_returned() end
+  if is_less then cold().drop_returned() end
   must_notify = is_less and is_urgent
 end
 if is_release then
@@ -307,12 +294,7 @@ else
       return redis.error_reply('TOLLGATE a call asks for at most ' .. MOST_PERMITS .. ' permits')
     end
     local slot
-    for i = 1, state.limiting do
-      if cost == 0 or (state[i] ~= state.pace and cost > largest_cost(state[i])) then slot = NEVER end
-    end
-    if not slot then
-      slot, refusing = book(cost, count, life, from, now + latest, segments)
-    end
+    slot, refusing = book(cost, count, life, from, now + latest, segments)
     if slot then
       status, wait = REFUSED, slot < NEVER and slot - now or NEVER
       break
