@@ -30,8 +30,7 @@ end
 
 -- Returns the units of a limit that are reserved for other clients at a moment.
 local function reserved(limit, at)
-  local units = limit.external and reserved_from(limit, at) or 0
-  return units
+  return limit.external and reserved_from(limit, at) or 0
 end
 
 -- Returns the moment from which nothing of a shared limit is reserved, if no response arrives.

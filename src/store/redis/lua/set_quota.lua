@@ -38,16 +38,11 @@ local function cold_set_quota()
     return version % 4 == 3
   end
 
-  -- Returns a moment that is not before `moment` and not before the slot of any permit in the logs.
-  local function slots_end(moment)
-    return math.max(cold().log_end(), moment)
-  end
-
   -- Adds a limit that begins to apply to this key, and notes until when permits are booked that it may
   -- not know.
   function set_quota.begin(bytes)
     local quota = state.quota
-    quota.booked_until = math.max(quota.booked_until, slots_end(state.now))
+    quota.booked_until = math.max(quota.booked_until, cold().log_end(), state.now)
     local limit, knows_all = cold().add(bytes)
     if not knows_all then quota.lost_until = quota.booked_until end
     return limit
@@ -95,8 +90,8 @@ local function cold_set_quota()
     if not quota or state.now < quota.ends then return end
     if is_set(quota.version) then
       local moment = quota.ends
-      if #state.returned > 0 then cold().drop_returned() end
-      quota.booked_until = math.max(quota.booked_until, slots_end(moment))
+      cold().drop_returned()
+      quota.booked_until = math.max(quota.booked_until, cold().log_end(), moment)
       unset(moment, is_learned(quota.version))
       quota.version, quota.ends, quota.in_flight = quota.version + 1, moment + END_MARGIN, 0
     end
@@ -105,22 +100,17 @@ local function cold_set_quota()
   end
 
   -- Takes in a version that is newer than the state's.
-  local function change(version, life, in_flight)
-    local before, now = state.quota, state.now
-    if #state.returned > 0 then cold().drop_returned() end
-    if not before then
-      before = { version = 0, life = 0, booked_until = 0, lost_until = 0 }
-      state.limiting = #state
-    end
+  local function change(version)
+    local before, now = state.quota or { version = 0, life = 0, booked_until = 0, lost_until = 0 }, state.now
+    local life, in_flight, margin = quota_life, quota_in_flight, 0
+    cold().drop_returned()
     if is_set(before.version) then unset(now, is_learned(before.version)) end
-    local ends = now + life
     if not is_set(version) then
-      if before.life > life then life = before.life end
-      ends, in_flight = now + life + END_MARGIN, 0
+      life, in_flight, margin = math.max(life, before.life), 0, END_MARGIN
     end
     state.quota = {
-      kind = QUOTA, version = version, ends = ends, life = life, in_flight = in_flight,
-      booked_until = math.max(before.booked_until, slots_end(now)), lost_until = before.lost_until,
+      kind = QUOTA, version = version, ends = now + life + margin, life = life, in_flight = in_flight,
+      booked_until = math.max(before.booked_until, cold().log_end(), now), lost_until = before.lost_until,
     }
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
@@ -149,6 +139,14 @@ local function cold_set_quota()
     return is_learned(ends) and newest > ends and not is_learned(newest)
   end
 
+  -- Returns the next version above `newest` after the change that the call makes.
+  local function next_version(newest)
+    local next = newest + 1
+    if operation == SET_QUOTA then return next + (1 - next) % 4 end
+    if operation == LEARN_QUOTA then return next + (3 - next) % 4 end
+    return next + next % 2
+  end
+
   -- Takes in the quota version of the call, which states these limits. Returns whether the limits of the call count as stated, and
   -- whether they may be those of a set quota if they are.
   function set_quota.take_in(stated)
@@ -158,28 +156,17 @@ local function cold_set_quota()
     if operation >= SET_QUOTA then
       -- The reply states the quota in any case.
       state.call_version = 0
-      if operation == LEARN_QUOTA and learns_nothing_new(stated) then
-        version = known
-      elseif operation == UNSET_QUOTA and has_ended_learned(version, known) then
+      if (operation == LEARN_QUOTA and learns_nothing_new(stated))
+        or (operation == UNSET_QUOTA and has_ended_learned(version, known)) then
         version = known
       else
-        local newest = math.floor((server_time - EPOCH) / STEP) * 4
-        if known > newest then newest = known end
-        if version > newest then newest = version end
-        version = newest + 1
-        if operation == SET_QUOTA then
-          version = version + (1 - version) % 4
-        elseif operation == LEARN_QUOTA then
-          version = version + (3 - version) % 4
-        elseif is_set(version) then
-          version = version + 1
-        end
+        version = next_version(math.max(math.floor((server_time - EPOCH) / STEP) * 4, known, version))
       end
     end
-    local has_limits = limit_count > 0 and limit_count <= MOST_SET_LIMITS
+    local has_limits = #stated > 0 and #stated <= MOST_SET_LIMITS
     if is_set(version) and operation ~= UNSET_QUOTA and not has_limits then return false, false end
     if version > known then
-      change(version, quota_life, quota_in_flight)
+      change(version)
       if is_set(version) then set(stated) end
     end
     if not state.quota then return true, true end
