@@ -106,7 +106,8 @@ local function cold_advance()
       if not is_in_reach(limit, slot, length) then return slot end
       cost = cost + reserved
       if are_few(slot - limit.window, slot + limit.window + length, limit.count - cost - limit.total) then return slot end
-      return sweep(limit, slot, length, limit.count > cost and limit.count - cost or 0)
+      slot = sweep(limit, slot, length, limit.count > cost and limit.count - cost or 0)
+      return slot
     end
 
     function rule.room(limit, slot, length)
@@ -122,8 +123,8 @@ local function cold_advance()
   end
 
   -- Makes the rule of buckets count the bookings.
-  local function extend_bucket(rule, plain)
-    local cold = rule.cold()
+  local function extend_bucket(rule)
+    rule.cold()
 
     -- Returns when the bucket is full again before booking number i. `limit.replayed` keeps these
     -- moments: at[i] and early[i], up to i = `to`.
@@ -135,7 +136,7 @@ local function cold_advance()
       end
       while moments.to < i do
         local k = moments.to
-        moments.at[k + 1], moments.early[k + 1] = cold.after(limit, moments.at[k], moments.early[k], stamps[k], units[k])
+        moments.at[k + 1], moments.early[k + 1] = rule.after(limit, moments.at[k], moments.early[k], stamps[k], units[k])
         moments.to = k + 1
       end
       return moments.at[i], moments.early[i]
@@ -153,45 +154,31 @@ local function cold_advance()
       while latest.to < from_here do
         local n = latest.to
         local k = #slots - n
-        latest[n + 1] = cold.latest_full_before(limit, slots[k], stamps[k], units[k], latest[n])
+        latest[n + 1] = rule.latest_full_before(limit, slots[k], stamps[k], units[k], latest[n])
         latest.to = n + 1
       end
       return latest[from_here]
     end
 
-    -- Returns what a function of the plain rule returns for a bucket that is full again at `at`, `early`.
-    local function with_moment(limit, at, early, plain_function, ...)
-      local full_at, full_early = limit.full_at, limit.early
-      limit.full_at, limit.early = at, early
-      local result = plain_function(limit, ...)
-      limit.full_at, limit.early = full_at, full_early
-      return result
-    end
-
     function rule.first_slot(limit, from, cost, life)
-      local i, least = first_from(from + 1), math.floor(cost * limit.unit / limit.ticks)
-      while slots[i] do
+      local i = first_from(from + 1)
+      while true do
+        -- The permit would be replayed before booking number i.
         local at, early = replayed(limit, i)
-        local latest = latest_full(limit, i)
-        if at + least <= latest then
-          local slot = with_moment(limit, at, early, plain.first_slot, from, cost)
-          at = cold.after(limit, at, early, slot + life + state.slack, cost)
-          if slot < slots[i] and at <= latest then return slot end
-        end
-        from = slots[i]
-        i = i + 1
+        local slot = rule.first_with(limit, at, early, from, cost)
+        if not slots[i] then return slot end
+        local full_then = rule.after(limit, at, early, slot + life + state.slack, cost)
+        if slot < slots[i] and full_then <= latest_full(limit, i) then return slot end
+        from, i = slots[i], i + 1
       end
-      local at, early = replayed(limit, i)
-      return with_moment(limit, at, early, plain.first_slot, from, cost)
     end
 
     function rule.room(limit, slot, length)
       local i = first_from(slot + 1)
       local at, early = replayed(limit, i)
-      local most = with_moment(limit, at, early, plain.room, slot)
-      if not slots[i] then return most end
-      at, early = cold.after(limit, at, early, slot + length, 0)
-      return cold.most_between(limit, most, at, early, latest_full(limit, i))
+      local most = rule.held(limit, at, early, slot)
+      at, early = rule.after(limit, at, early, slot + length, 0)
+      return rule.most_between(limit, most, at, early, latest_full(limit, i))
     end
 
     function rule.fresh_from(limit)

@@ -36,24 +36,34 @@ local function bucket_rule()
     return moved_back(limit, at, early, -units * limit.unit)
   end
 
-  -- Returns the first whole microsecond at which the bucket holds `units`.
-  local function room_for(limit, units)
+  -- Returns the first whole microsecond, not before `from`, at which a bucket holds `units` that is full
+  -- again at `at`, `early`.
+  local function first_with(limit, at, early, from, units)
     local missing = limit.capacity > units and limit.capacity - units or 0
-    local at = moved_back(limit, limit.full_at, limit.early, missing * limit.unit)
-    return at
+    at = moved_back(limit, at, early, missing * limit.unit)
+    return at > from and at or from
+  end
+
+  -- Returns the same for this bucket.
+  local function room_for(limit, units)
+    return first_with(limit, limit.full_at, limit.early, 0, units)
   end
 
   -- Returns the first moment, not before `from`, at which `cost` units may leave.
   local function first_slot(limit, from, cost)
-    local slot = room_for(limit, cost)
-    return slot > from and slot or from
+    return first_with(limit, limit.full_at, limit.early, from, cost)
+  end
+
+  -- Returns how many units a bucket holds at `slot` that is full again at `at`, `early`.
+  local function held(limit, at, early, slot)
+    local missing = math.ceil(((at - slot) * limit.ticks - early) / limit.unit)
+    if missing < 0 then missing = 0 end
+    return missing < limit.capacity and limit.capacity - missing or 0
   end
 
   -- Returns how many units may leave at `slot`.
   local function room(limit, slot)
-    local missing = math.ceil(((limit.full_at - slot) * limit.ticks - limit.early) / limit.unit)
-    if missing < 0 then missing = 0 end
-    return missing < limit.capacity and limit.capacity - missing or 0
+    return held(limit, limit.full_at, limit.early, slot)
   end
 
   -- Forgets the order of the permits that are booked ahead. From now on none of them is taken back
@@ -123,7 +133,7 @@ local function bucket_rule()
   -- Returns the rule with the functions that few calls need.
   function rule.cold()
     if rule.subtract then return rule end
-    rule.after = after
+    rule.after, rule.first_with, rule.held = after, first_with, held
 
     -- Returns whether a moment is after another one.
     local function is_later(at, early, other, other_early)

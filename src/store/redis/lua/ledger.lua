@@ -34,7 +34,7 @@ local MOST_ROUNDS = 1000
 --   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
 --   number_of, add               fixed window: the number of a window; adds units to it
---   after, latest_full_before, most_between
+--   after, first_with, held, latest_full_before, most_between
 --                                bucket: permits that are replayed
 -- If there are advance bookings, `cold_advance` replaces first_slot, room and fresh_from.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
