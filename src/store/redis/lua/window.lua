@@ -57,12 +57,8 @@ local function window_rule()
   -- Returns the stamp of chunk i.
   local function stamp_of(limit, i)
     local place = 2 * (limit.first + i)
-    local stamp = limit.ring[place]
-    if not stamp then
-      fetch(limit, place / 2)
-      stamp = limit.ring[place]
-    end
-    return stamp
+    if not limit.ring[place] then fetch(limit, place / 2) end
+    return limit.ring[place]
   end
 
   -- Returns the units of chunk i.
@@ -254,19 +250,9 @@ local function window_rule()
   function rule.cold()
     if rule.subtract then return rule end
 
-    -- Reads the whole ring.
-    local function load_all(limit)
-      for i = 0, limit.n - 1 do
-        stamp_of(limit, i)
-      end
-    end
-
     -- Inserts a chunk before chunk i; moves the shorter side of the ring.
     function rule.insert_chunk(limit, i, stamp, units)
-      if limit.n + 1 > limit.room then
-        load_all(limit)
-        state.must_rewrite = true
-      end
+      if limit.n + 1 > limit.room then state.must_rewrite = true end
       if limit.n - i <= i then
         for k = limit.n, i + 1, -1 do
           put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
@@ -410,7 +396,6 @@ local function window_rule()
 
     -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
     function rule.region(limit)
-      load_all(limit)
       local parts, ring = {}, {}
       for i = 0, limit.n - 1 do
         ring[2 * i], ring[2 * i + 1] = stamp_of(limit, i), units_of(limit, i)
