@@ -348,8 +348,9 @@ local function cold_advance()
     return true
   end
 
-  -- Returns the number of the only joined booking that may contain a permit, and how many may.
-  local function joined_with(slot, stamp)
+  -- Returns the number of the first joined booking that may contain a permit, and how many may. Returns
+  -- nil if none may.
+  function advance.joined_with(slot, stamp)
     local first, count = nil, 0
     for i = 1, #slots do
       if slots[i] < last_slots[i] and slots[i] <= slot and slot <= last_slots[i] and stamp <= stamps[i] then
@@ -359,12 +360,6 @@ local function cold_advance()
     return first, count
   end
 
-  -- Returns whether joined bookings may contain a permit.
-  function advance.may_contain(slot, stamp)
-    local _, count = joined_with(slot, stamp)
-    return count > 0
-  end
-
   -- Takes units of unused permits out of the bookings, if they are certainly there. Returns how
   -- many units it took.
   function advance.erase(slot, stamp, count)
@@ -372,7 +367,7 @@ local function cold_advance()
     if not i then
       -- The permit may also be in the logs, unless all slots there are earlier.
       if cold().log_end() > slot then return 0 end
-      local joined, containing = joined_with(slot, stamp)
+      local joined, containing = advance.joined_with(slot, stamp)
       if containing ~= 1 then return 0 end
       i = joined
     end

@@ -44,11 +44,6 @@ local function bucket_rule()
     return at > from and at or from
   end
 
-  -- Returns the same for this bucket.
-  local function room_for(limit, units)
-    return first_with(limit, limit.full_at, limit.early, 0, units)
-  end
-
   -- Returns the first moment, not before `from`, at which `cost` units may leave.
   local function first_slot(limit, from, cost)
     return first_with(limit, limit.full_at, limit.early, from, cost)
@@ -79,7 +74,7 @@ local function bucket_rule()
   -- because another limit delayed it, the permit becomes an entry.
   local function insert(limit, slot, stamp, units)
     local before, before_early = limit.full_at, limit.early
-    local queued = stamp < before and room_for(limit, units) == slot
+    local queued = stamp < before and first_slot(limit, 0, units) == slot
     if stamp >= before then
       limit.base_at, limit.refundable = stamp, NEVER
     else
@@ -156,7 +151,7 @@ local function bucket_rule()
 
     -- Returns whether the last permit was booked in order and has this slot.
     local function is_last_queued(limit, slot)
-      return slot >= limit.queued_from and room_for(limit, 0) == slot
+      return slot >= limit.queued_from and first_slot(limit, 0, 0) == slot
     end
 
     -- Returns the last delayed permit if it has this slot and the bucket is full at `at`, `early` after it.
@@ -178,7 +173,7 @@ local function bucket_rule()
 
     -- Returns whether the slot of units would be given again once they are taken back.
     function rule.would_give_again(limit, slot, units)
-      return is_last_queued(limit, slot) or are_last_delayed(limit, slot, units) or room_for(limit, units) <= slot
+      return is_last_queued(limit, slot) or are_last_delayed(limit, slot, units) or first_slot(limit, 0, units) <= slot
     end
 
     -- Takes back units that were not used. In full if they are of the last permit that was booked

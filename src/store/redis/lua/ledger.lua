@@ -201,7 +201,7 @@ local function cold()
     if state.quota and state.cold_set_quota.may_miss(slot, stamp) then return end
     if state.cold_advance then
       units = units - state.cold_advance.erase(slot, stamp, units)
-      if units == 0 or state.cold_advance.may_contain(slot, stamp) then return end
+      if units == 0 or state.cold_advance.joined_with(slot, stamp) then return end
     end
     state.changed = true
     for i = 1, #state do
@@ -252,7 +252,7 @@ local function cold()
     local list = state.returned
     while #list > 0 do
       local last = list[#list]
-      if state.cold_advance and state.cold_advance.may_contain(last.slot, last.stamp) then return end
+      if state.cold_advance and state.cold_advance.joined_with(last.slot, last.stamp) then return end
       for i = 1, state.limiting do
         if state[i] ~= state.pace and not would_give_again(state[i], last) then return end
       end
@@ -361,14 +361,9 @@ local function cold()
   -- limits that this call does not state, beginning with the one that would end first. The next caller
   -- that states such a limit adds it again.
   function ledger.retain(from)
-    local kept = from - 1
-    for i = from, #state do
-      local limit = state[i]
-      state[i] = nil
-      if in_force_until(limit) >= state.now then
-        kept = kept + 1
-        state[kept] = limit
-      else
+    for i = #state, from, -1 do
+      if in_force_until(state[i]) < state.now then
+        table.remove(state, i)
         state.must_rewrite, state.changed = true, true
       end
     end
@@ -408,11 +403,9 @@ local function cold()
         limit.rule.cold().charge(limit, state.now, state.now + state.slack, granted)
       end
     end
-    if longest > LONGEST_RECOVERY then longest = LONGEST_RECOVERY end
-    local trust = math.ceil(longest / 4)
-    local recovered_at = state.made_at + longest + (trust > SHORTEST_TRUST and trust or SHORTEST_TRUST)
-    recovered_at = recovered_at + recovered_at % 2
-    if recovered_at > state.recovering_until then state.recovering_until = recovered_at end
+    longest = math.min(longest, LONGEST_RECOVERY)
+    local recovered_at = state.made_at + longest + math.max(math.ceil(longest / 4), SHORTEST_TRUST)
+    state.recovering_until = math.max(state.recovering_until, recovered_at + recovered_at % 2)
     state.changed = true
   end
 
