@@ -29,21 +29,26 @@ local class, share = 0, 0
 if class_pos <= #ARGV[1] then class, share = struct.unpack(CLASS, ARGV[1], class_pos) end
 local is_divided = share > 0
 
+-- Makes a holder without slots, whose claim expires at `expires`.
+local function new_holder(expires)
+  return {
+    store = 0, id = 0, number = 0, limit = 0,
+    taken = 0, -- slots that it uses, or was granted since its last claim
+    granted = 0, -- slots ever granted
+    class = 0, share = 0, knows_others_wait = 0, expires = expires,
+    has_new_slots = false, waits = false, index = 0,
+  }
+end
+
 -- Reads the holders whose claims have not expired at `now`, and their queue: batches of waiters, in order.
 local function read_holders(bytes, holder_count, batch_count, now)
   local all, holders, queue, pos = {}, {}, {}, IN_FLIGHT_HEAD_SIZE + 1
   for i = 1, holder_count do
-    local its_store, its_id, its_number, its_limit, its_taken, granted, knows_others_wait, expires
-    its_store, its_id, its_number, its_limit, its_taken, granted, knows_others_wait, expires, pos =
-      struct.unpack(HOLDER, bytes, pos)
-    all[i] = {
-      store = its_store, id = its_id, number = its_number, limit = its_limit,
-      taken = its_taken, -- slots that it uses, or was granted since its last claim
-      granted = granted, -- slots ever granted
-      class = 0, share = 0, knows_others_wait = knows_others_wait, expires = expires,
-      has_new_slots = false, waits = false, index = 0,
-    }
-    if expires > now then holders[#holders + 1] = all[i] end
+    local holder = new_holder(0)
+    holder.store, holder.id, holder.number, holder.limit, holder.taken, holder.granted, holder.knows_others_wait,
+      holder.expires, pos = struct.unpack(HOLDER, bytes, pos)
+    if holder.expires > now then holders[#holders + 1] = holder end
+    all[i] = holder
   end
   for _ = 1, batch_count do
     local index, count
@@ -73,29 +78,20 @@ end
 -- Sets the number of waiters of a holder to `count`. New waiters join the end of the queue. If the
 -- holder has fewer waiters than before, its last ones leave.
 local function set_waiters(queue, holder, count)
-  local before = 0
+  local before, last = 0, nil
   for i = 1, #queue do
-    if queue[i].holder == holder then before = before + queue[i].count end
+    if queue[i].holder == holder then before, last = before + queue[i].count, queue[i] end
   end
   local leaving, coming = before - count, count - before
   for i = #queue, 1, -1 do
     if leaving > 0 and queue[i].holder == holder then
-      local left = queue[i].count < leaving and queue[i].count or leaving
+      local left = math.min(queue[i].count, leaving)
       queue[i].count, leaving = queue[i].count - left, leaving - left
       if queue[i].count == 0 then table.remove(queue, i) end
     end
   end
   if coming <= 0 then return end
-  local last = queue[#queue]
-  if #queue >= MOST_BATCHES then
-    last = nil
-    for i = 1, #queue do
-      if queue[i].holder == holder then last = queue[i] end
-    end
-  elseif last and last.holder ~= holder then
-    last = nil
-  end
-  if last then
+  if last and (last == queue[#queue] or #queue >= MOST_BATCHES) then
     last.count = last.count + coming
   else
     queue[#queue + 1] = { holder = holder, count = coming }
@@ -131,8 +127,7 @@ local function grant(holders, queue)
     if is_divided then index, count = next_batch(queue, limit, taken) end
     local batch = queue[index]
     local holder = batch.holder
-    if not count or count > free then count = free end
-    if count > batch.count then count = batch.count end
+    count = math.min(count or free, free, batch.count)
     batch.count, free = batch.count - count, free - count
     holder.taken, holder.granted, holder.has_new_slots = holder.taken + count, holder.granted + count, true
     if is_divided then taken[holder.class] = taken[holder.class] + count end
@@ -174,8 +169,7 @@ if known_incarnation ~= 0 and (known_incarnation ~= incarnation or known_changes
   if known_incarnation == incarnation then
     incarnation, made_at = random, now
   end
-  local recovered_at = made_at + math.floor(ttl / 3) + LONGEST_CLAIM_DELAY
-  if recovered_at > recovering_until then recovering_until = recovered_at end
+  recovering_until = math.max(recovering_until, made_at + math.floor(ttl / 3) + LONGEST_CLAIM_DELAY)
 end
 
 -- 3. The claim.
@@ -184,10 +178,8 @@ for i = 1, #holders do
   if holders[i].id == id and holders[i].store == store then claimant = holders[i] end
 end
 if not claimant then
-  claimant = {
-    store = store, id = id, number = 0, limit = limit, taken = 0, granted = granted_seen, class = 0, share = 0,
-    knows_others_wait = 0, expires = now, has_new_slots = false, waits = false, index = 0,
-  }
+  claimant = new_holder(now)
+  claimant.store, claimant.id, claimant.limit, claimant.granted = store, id, limit, granted_seen
   holders[#holders + 1] = claimant
 end
 changes = changes + 1
@@ -195,10 +187,7 @@ if claimant.number < number then
   -- The holder did not know of these slots when it sent the claim. They go to the waiters that the
   -- claim states. If there are more slots than waiters, the others are free again. The holder
   -- ignores the messages about them, which are older than the claim.
-  local unseen = claimant.granted - granted_seen
-  if unseen < 0 then unseen = 0 end
-  if unseen > claimant.taken then unseen = claimant.taken end
-  if unseen > wanted then unseen = wanted end
+  local unseen = math.max(0, math.min(claimant.granted - granted_seen, claimant.taken, wanted))
   -- A holder that leaves, because it neither uses a slot nor waits, keeps no slot from others.
   claimant.limit = in_use + wanted > 0 and limit or LARGEST_I4
   claimant.number, claimant.granted = number, granted_seen + unseen
