@@ -283,13 +283,11 @@ local function cold_advance()
   function advance.is_in_advance(slot, from, cost, life)
     local free, tolerance, is_behind = slot, NEVER, slots[1] and slots[1] <= slot
     for i = 1, #state do
-      local fiftieth = math.floor(state[i].window / 50)
-      if fiftieth < tolerance then tolerance = fiftieth end
+      tolerance = math.min(tolerance, math.floor(state[i].window / 50))
       if is_behind and state[i].kind == BUCKET then return true end
     end
-    if tolerance < TOLERANCE then tolerance = TOLERANCE end
     if from > state.earliest then free = first_slot(cost, life, state.earliest) end
-    return slot > free + tolerance
+    return slot > free + math.max(tolerance, TOLERANCE)
   end
 
   -- Returns the number of the booking with exactly this slot and stamp.
@@ -301,9 +299,9 @@ local function cold_advance()
     end
   end
 
-  -- Returns the number of the first of the two neighbours whose joint units would count the least
-  -- longer: from the first slot to the latest stamp. Their slots are few fixed windows apart.
-  local function cheapest_join()
+  -- Joins the two neighbours whose joint units then count the least longer: from the first slot to the
+  -- latest stamp. Their slots are few fixed windows apart. Returns false if there are none.
+  local function join_two()
     local longest, cheapest, least = NEVER, nil, math.huge
     for i = 1, #state do
       local limit = state[i]
@@ -319,31 +317,27 @@ local function cold_advance()
       end
       slot, stamp, count = later_slot, later_stamp, later_count
     end
-    return cheapest
+    if not cheapest then return false end
+    local _, last_slot, later_stamp, later_units = remove(cheapest + 1)
+    last_slots[cheapest] = math.max(last_slots[cheapest], last_slot)
+    stamps[cheapest], units[cheapest] = math.max(stamps[cheapest], later_stamp), units[cheapest] + later_units
+    changed(cheapest)
+    return true
   end
 
   -- Adds units of permits. If there are too many bookings, two neighbours join. Returns false, and adds
   -- nothing, if none may join.
   function advance.add(slot, stamp, count)
     local i = exact(slot, stamp)
-    if i then
-      units[i] = units[i] + count
-      changed(i)
-      return true
+    if not i then
+      if #slots >= MOST_ADVANCE and not join_two() then return false end
+      i = first_from(slot + 1)
+      table.insert(slots, i, slot)
+      table.insert(last_slots, i, slot)
+      table.insert(stamps, i, stamp)
+      table.insert(units, i, 0)
     end
-    if #slots >= MOST_ADVANCE then
-      i = cheapest_join()
-      if not i then return false end
-      local _, last_slot, later_stamp, later_units = remove(i + 1)
-      last_slots[i], stamps[i] = math.max(last_slots[i], last_slot), math.max(stamps[i], later_stamp)
-      units[i] = units[i] + later_units
-      changed(i)
-    end
-    i = first_from(slot + 1)
-    table.insert(slots, i, slot)
-    table.insert(last_slots, i, slot)
-    table.insert(stamps, i, stamp)
-    table.insert(units, i, count)
+    units[i] = units[i] + count
     changed(i)
     return true
   end
@@ -371,13 +365,10 @@ local function cold_advance()
       if containing ~= 1 then return 0 end
       i = joined
     end
-    if units[i] <= count then
-      local _, _, _, all = remove(i)
-      count = all
-    else
-      units[i] = units[i] - count
-      changed(i)
-    end
+    count = math.min(count, units[i])
+    units[i] = units[i] - count
+    changed(i)
+    if units[i] == 0 then remove(i) end
     for k = 1, #state do
       cold().note_unused(state[k], stamp, count)
     end
