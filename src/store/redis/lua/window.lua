@@ -113,12 +113,8 @@ local function window_rule()
 
   -- Packs the record.
   local function record(limit)
-    local oldest, oldest_units, newest, newest_units = 0, 0, 0, 0
-    local last = limit.n - 1
-    if last >= 0 then
-      oldest, oldest_units = stamp_of(limit, 0), units_of(limit, 0)
-      newest, newest_units = stamp_of(limit, last), units_of(limit, last)
-    end
+    local oldest, oldest_units = chunk(limit, 0)
+    local newest, newest_units = chunk(limit, limit.n > 0 and limit.n - 1 or 0)
     return struct.pack(WINDOW_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.total, limit.fine_units,
       limit.coarse_count, limit.first % limit.room, limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest,
       newest_units)
@@ -216,7 +212,7 @@ local function window_rule()
       put(limit, i, stamp, units_of(limit, i) + units)
     elseif i == n and n < limit.room then
       -- Until now, the newest chunk was in the record only.
-      if n > 0 then put(limit, n - 1, stamp_of(limit, n - 1), units_of(limit, n - 1)) end
+      if n > 0 then put(limit, n - 1, chunk(limit, n - 1)) end
       limit.n = n + 1
       put(limit, n, stamp, units)
     else
@@ -255,12 +251,12 @@ local function window_rule()
       if limit.n + 1 > limit.room then state.must_rewrite = true end
       if limit.n - i <= i then
         for k = limit.n, i + 1, -1 do
-          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
+          put(limit, k, chunk(limit, k - 1))
         end
       else
         limit.first = limit.first - 1
         for k = 0, i - 1 do
-          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
+          put(limit, k, chunk(limit, k + 1))
         end
       end
       limit.n = limit.n + 1
@@ -271,12 +267,12 @@ local function window_rule()
     local function remove_chunk(limit, i)
       if i < limit.n / 2 then
         for k = i, 1, -1 do
-          put(limit, k, stamp_of(limit, k - 1), units_of(limit, k - 1))
+          put(limit, k, chunk(limit, k - 1))
         end
         limit.first = limit.first + 1
       else
         for k = i, limit.n - 2 do
-          put(limit, k, stamp_of(limit, k + 1), units_of(limit, k + 1))
+          put(limit, k, chunk(limit, k + 1))
         end
       end
       limit.n = limit.n - 1
