@@ -57,21 +57,19 @@ local function cold_set_quota()
 
   -- Makes `stated`, the limits of the call, those of the set quota. The others are paused.
   local function set(stated)
-    local limits, others, is_chosen, known = {}, {}, {}, nil
+    local limits, is_chosen = {}, {}
     for i = 1, #stated do
       local limit = find_limit(#state, stated[i]) or set_quota.begin(stated[i])
       limit.last_stated = state.now
       if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
     end
-    known = #state
-    for i = 1, known do
-      if not is_chosen[state[i]] then others[#others + 1] = state[i] end
-      state[i] = nil
-    end
-    for i = 1, known do
-      state[i] = limits[i] or others[i - #limits]
-    end
     state.limiting = #limits
+    for i = 1, #state do
+      if not is_chosen[state[i]] then limits[#limits + 1] = state[i] end
+    end
+    for i = 1, #state do
+      state[i] = limits[i]
+    end
   end
 
   -- Ends the set quota. Its limits count as if callers stated them last at `moment`, and no limit is
