@@ -100,9 +100,11 @@ local function cold_advance()
   end
 
   -- Makes the rule of sliding windows count the bookings.
-  local function extend_window(rule, plain)
+  local function extend_window(rule)
+    local plain_slot, plain_room = rule.first_slot, rule.room
+
     function rule.first_slot(limit, from, cost, life, reserved)
-      local slot, length = plain.first_slot(limit, from, cost, life, reserved), life + state.slack
+      local slot, length = plain_slot(limit, from, cost, life, reserved), life + state.slack
       if not is_in_reach(limit, slot, length) then return slot end
       cost = cost + reserved
       if are_few(slot - limit.window, slot + limit.window + length, limit.count - cost - limit.total) then return slot end
@@ -111,54 +113,50 @@ local function cold_advance()
     end
 
     function rule.room(limit, slot, length)
-      if not is_in_reach(limit, slot, length) then return plain.room(limit, slot) end
+      if not is_in_reach(limit, slot, length) then return plain_room(limit, slot) end
       local _, most = sweep(limit, slot, length, NEVER)
       return limit.count > most and limit.count - most or 0
     end
+  end
 
-    function rule.fresh_from(limit)
-      local from = plain.fresh_from(limit)
-      return slots[1] and math.max(from, limit.window + math.max(unpack(stamps))) or from
+  -- Returns when a bucket is full again before booking number i. `limit.replayed` keeps these moments:
+  -- at[i] and early[i], up to i = `to`.
+  local function replayed(limit, i)
+    local moments = limit.replayed
+    if not moments or moments.at[1] ~= limit.full_at or moments.early[1] ~= limit.early then
+      moments = { at = { limit.full_at }, early = { limit.early }, to = 1 }
+      limit.replayed = moments
     end
+    while moments.to < i do
+      local k = moments.to
+      moments.at[k + 1], moments.early[k + 1] =
+        limit.rule.after(limit, moments.at[k], moments.early[k], stamps[k], units[k])
+      moments.to = k + 1
+    end
+    return moments.at[i], moments.early[i]
+  end
+
+  -- Returns the latest moment at which a bucket may be full again before booking number i, so that it
+  -- and those behind it find their units. `limit.latest_full` keeps these moments by the number of
+  -- bookings from there on, up to `to`: a new booking then changes none of those behind it.
+  local function latest_full(limit, i)
+    local latest, from_here = limit.latest_full, #slots - i + 1
+    if not latest then
+      latest = { [0] = NEVER, to = 0 }
+      limit.latest_full = latest
+    end
+    while latest.to < from_here do
+      local n = latest.to
+      local k = #slots - n
+      latest[n + 1] = limit.rule.latest_full_before(limit, slots[k], stamps[k], units[k], latest[n])
+      latest.to = n + 1
+    end
+    return latest[from_here]
   end
 
   -- Makes the rule of buckets count the bookings.
   local function extend_bucket(rule)
     rule.cold()
-
-    -- Returns when the bucket is full again before booking number i. `limit.replayed` keeps these
-    -- moments: at[i] and early[i], up to i = `to`.
-    local function replayed(limit, i)
-      local moments = limit.replayed
-      if not moments or moments.at[1] ~= limit.full_at or moments.early[1] ~= limit.early then
-        moments = { at = { limit.full_at }, early = { limit.early }, to = 1 }
-        limit.replayed = moments
-      end
-      while moments.to < i do
-        local k = moments.to
-        moments.at[k + 1], moments.early[k + 1] = rule.after(limit, moments.at[k], moments.early[k], stamps[k], units[k])
-        moments.to = k + 1
-      end
-      return moments.at[i], moments.early[i]
-    end
-
-    -- Returns the latest moment at which the bucket may be full again before booking number i, so that
-    -- it and those behind it find their units. `limit.latest_full` keeps these moments by the number of
-    -- bookings from there on, up to `to`: a new booking then changes none of those behind it.
-    local function latest_full(limit, i)
-      local latest, from_here = limit.latest_full, #slots - i + 1
-      if not latest then
-        latest = { [0] = NEVER, to = 0 }
-        limit.latest_full = latest
-      end
-      while latest.to < from_here do
-        local n = latest.to
-        local k = #slots - n
-        latest[n + 1] = rule.latest_full_before(limit, slots[k], stamps[k], units[k], latest[n])
-        latest.to = n + 1
-      end
-      return latest[from_here]
-    end
 
     function rule.first_slot(limit, from, cost, life)
       local i = first_from(from + 1)
@@ -179,11 +177,6 @@ local function cold_advance()
       local most = rule.held(limit, at, early, slot)
       at, early = rule.after(limit, at, early, slot + length, 0)
       return rule.most_between(limit, most, at, early, latest_full(limit, i))
-    end
-
-    function rule.fresh_from(limit)
-      local at = replayed(limit, #slots + 1)
-      return at
     end
   end
 
@@ -209,25 +202,25 @@ local function cold_advance()
     return booked[number] or 0
   end
 
-  -- Makes the rule of fixed windows count the bookings. fixed.lua asks for the units itself.
-  local function extend_fixed(rule, plain)
-    function rule.fresh_from(limit)
-      local from = plain.fresh_from(limit)
-      for i = 1, #slots do
-        local _, last = windows_of(limit, slots[i], last_slots[i])
-        local over = (last + 1) * limit.window - limit.phase
-        if over > from then from = over end
-      end
-      return from
-    end
+  -- Makes a rule count the bookings. fixed.lua asks for their units itself.
+  function advance.extend(kind, rule)
+    if kind == WINDOW then extend_window(rule) end
+    if kind == BUCKET then extend_bucket(rule) end
   end
 
-  local extensions = { extend_window, extend_bucket, extend_fixed }
-
-  -- Makes a rule count the bookings. Its functions without them stay in `rule.plain`.
-  function advance.extend(kind, rule)
-    rule.plain = { first_slot = rule.first_slot, room = rule.room, fresh_from = rule.fresh_from }
-    extensions[kind](rule, rule.plain)
+  -- Returns the first moment at which no booking counts in a limit any more.
+  function advance.fresh_from(limit)
+    local from = limit.kind == BUCKET and replayed(limit, #slots + 1) or 0
+    for i = 1, #slots do
+      local ends = stamps[i]
+      if limit.kind == WINDOW then ends = ends + limit.window end
+      if limit.kind == FIXED then
+        local _, last = windows_of(limit, slots[i], last_slots[i])
+        ends = (last + 1) * limit.window - limit.phase
+      end
+      if ends > from then from = ends end
+    end
+    return from
   end
 
   -- Returns the units booked with stamps up to `stamp`; of fixed windows, those of the current window.

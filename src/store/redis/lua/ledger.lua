@@ -21,7 +21,7 @@ local MOST_ROUNDS = 1000
 --                                the first slot of a permit; how many units may leave at a slot, with
 --                                stamps that are `length` later
 --   insert(slot, stamp, units)   counts the units of a permit
---   fresh_from                   when all use is forgotten
+--   fresh_from                   when all use is forgotten, besides advance bookings
 --   cold()                       returns a table with the functions that few calls need:
 --     charge, subtract             units that were used without a permit; units that were not used
 --     used, new                    the units in use; an empty limit
@@ -36,7 +36,7 @@ local MOST_ROUNDS = 1000
 --   number_of, add               fixed window: the number of a window; adds units to it
 --   after, first_with, held, latest_full_before, most_between
 --                                bucket: permits that are replayed
--- If there are advance bookings, `cold_advance` replaces first_slot, room and fresh_from.
+-- If there are advance bookings, `cold_advance` replaces first_slot and room of windows and buckets.
 local makers, rules = { window_rule, bucket_rule, fixed_rule }, {}
 
 -- Returns the functions of a kind of limit.
@@ -187,7 +187,7 @@ local function cold()
     local last = 0
     for i = 1, #state do
       local limit = state[i]
-      local ends = (limit.rule.plain or limit.rule).fresh_from(limit)
+      local ends = limit.rule.fresh_from(limit)
       if limit.kind == WINDOW and ends > 0 then ends = ends - limit.window end
       if ends > last then last = ends end
     end

@@ -54,6 +54,7 @@ local function remembered_until()
   for i = 1, #state do
     local limit = state[i]
     local from = limit.rule.fresh_from(limit)
+    if state.cold_advance then from = math.max(from, state.cold_advance.fresh_from(limit)) end
     if state.pace then from = math.max(from, in_force_until(limit)) end
     if limit.external then from = math.max(from, forgotten_from(limit)) end
     if from > until_then then until_then = from end
