@@ -94,7 +94,7 @@ local function bucket_rule()
       }
       if #list > MOST_DELAYED then table.remove(list, 1) end
       limit.queued_from, limit.n, limit.dirty = NEVER, #list, true
-      if limit.n > limit.room then state.must_rewrite = true end
+      if limit.n > limit.space then state.must_rewrite = true end
     end
   end
 
@@ -108,13 +108,13 @@ local function bucket_rule()
   -- Reads the record.
   local function read(limit, s, from)
     local _
-    _, limit.last_stated, limit.n, limit.room, limit.full_at, limit.early, limit.base_at, limit.refundable,
+    _, limit.last_stated, limit.n, limit.space, limit.full_at, limit.early, limit.base_at, limit.refundable,
       limit.queued_from, limit.unit, limit.ticks = struct.unpack(BUCKET_RECORD, s, from)
   end
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(BUCKET_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.full_at, limit.early,
+    return struct.pack(BUCKET_RECORD, limit.bytes, limit.last_stated, limit.n, limit.space, limit.full_at, limit.early,
       limit.base_at, limit.refundable, limit.queued_from, limit.unit, limit.ticks)
   end
 

@@ -68,7 +68,7 @@ local function fixed_rule()
       if closed > limit.open_from then limit.open_from = closed end
     end
     limit.n, limit.dirty = #list, true
-    if limit.n > limit.room then state.must_rewrite = true end
+    if limit.n > limit.space then state.must_rewrite = true end
   end
 
   -- Moves the boundaries to where the server's clock puts them. A small move is a drift of the
@@ -182,13 +182,13 @@ local function fixed_rule()
   -- Reads the record.
   local function read(limit, s, from)
     local _
-    _, limit.last_stated, limit.n, limit.room, limit.open_from, limit.phase, limit.last_stamp =
+    _, limit.last_stated, limit.n, limit.space, limit.open_from, limit.phase, limit.last_stamp =
       struct.unpack(FIXED_RECORD, s, from)
   end
 
   -- Packs the record.
   local function record(limit)
-    return struct.pack(FIXED_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.open_from, limit.phase,
+    return struct.pack(FIXED_RECORD, limit.bytes, limit.last_stated, limit.n, limit.space, limit.open_from, limit.phase,
       limit.last_stamp)
   end
 

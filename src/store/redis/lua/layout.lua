@@ -150,7 +150,7 @@ local QUOTA_PART = '<I4I7I7I4B'
 -- ── the state of rates: head, records, a region of entries for each limit, advance bookings,
 --    returned slots ──────────────────────────────────────────────────────────────────────────────
 
--- B format; B records; B returned slots; B room for returned slots; I7 incarnation; I7 writes; I7
+-- B format; B records; B returned slots; B space for returned slots; I7 incarnation; I7 writes; I7
 -- made at, server's clock or logical time; I7 recovering until, even, plus 1 if the hold was cut; d
 -- offset of the logical time from the server's clock; I7 time of the last write; I7 expiry,
 -- server's clock; I7 held until; I4 releases.
@@ -161,7 +161,7 @@ local HEAD_SIZE = 65
 -- filled with zeros.
 local RECORD_SIZE = 88
 
--- All records of limits begin so: c16 limit; I7 when a call last stated it; I2 entries; I2 room for
+-- All records of limits begin so: c16 limit; I7 when a call last stated it; I2 entries; I2 space for
 -- entries.
 --
 -- A sliding window, then: I7 units; I7 units in fine chunks; I2 coarse chunks; I2 place of the

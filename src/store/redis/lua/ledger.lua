@@ -55,7 +55,7 @@ local function new_limit(bytes, base)
   local kind, count, window, capacity = struct.unpack(LIMIT, bytes)
   return {
     bytes = bytes, kind = kind, count = count, window = window, capacity = capacity, rule = rule_of(kind), base = base,
-    last_stated = 0, n = 0, room = 0, ours = false, list = false, dirty = false, external = false,
+    last_stated = 0, n = 0, space = 0, ours = false, list = false, dirty = false, external = false,
     replayed = false, latest_full = false, booked = false, -- of advance.lua
   }
 end
@@ -232,7 +232,7 @@ local function cold()
     end
     state.changed = true
     if #list > MOST_RETURNED then drop(#list) end
-    if #list > state.returned_room then state.must_rewrite = true end
+    if #list > state.returned_space then state.must_rewrite = true end
   end
 
   -- Returns whether a limit would give a returned slot again without its units. src/limit/algorithm.rs
@@ -409,16 +409,16 @@ local function cold()
     state.changed = true
   end
 
-  -- Packs the entries of all limits, the advance bookings and the returned slots, each with the room
+  -- Packs the entries of all limits, the advance bookings and the returned slots, each with the space
   -- that it needs from now on.
   function ledger.regions()
     local regions = {}
-    local function add(bytes, n, room, size)
-      while room < n do
-        room = room == 0 and 8 or room * 2
+    local function add(bytes, n, space, size)
+      while space < n do
+        space = space == 0 and 8 or space * 2
       end
-      regions[#regions + 1] = bytes .. string.rep('\0', room * size - #bytes)
-      return room
+      regions[#regions + 1] = bytes .. string.rep('\0', space * size - #bytes)
+      return space
     end
     for i = 1, #state do
       local limit, bytes = state[i], nil
@@ -427,10 +427,10 @@ local function cold()
       else
         bytes = pack_list(entries(limit), limit.rule.entry, limit.rule.fields)
       end
-      limit.room = add(bytes, limit.n, limit.room, limit.rule.size)
+      limit.space = add(bytes, limit.n, limit.space, limit.rule.size)
     end
     if state.cold_advance then regions[#regions + 1] = state.cold_advance.region() end
-    state.returned_room = add(pack_returned(), #state.returned, state.returned_room, RETURNED_SIZE)
+    state.returned_space = add(pack_returned(), #state.returned, state.returned_space, RETURNED_SIZE)
     return table.concat(regions)
   end
 

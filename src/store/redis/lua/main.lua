@@ -74,7 +74,7 @@ else
     return redis.error_reply('TOLLGATE the state of this key has format ' .. format .. ', this script understands ' .. FORMAT)
   end
   local record_count, returned_count, last_write
-  format, record_count, returned_count, state.returned_room, incarnation, writes, state.made_at, state.recovering_until,
+  format, record_count, returned_count, state.returned_space, incarnation, writes, state.made_at, state.recovering_until,
     offset, last_write, expires, held_until, releases = struct.unpack(HEAD, head)
   -- The records of the limits. `head` may have too few of them.
   local base = HEAD_SIZE + RECORD_SIZE * record_count
@@ -94,7 +94,7 @@ else
     else
       local limit = new_limit(string.sub(head, from, from + LIMIT_SIZE - 1), base)
       limit.rule.read(limit, head, from)
-      base = base + limit.room * limit.rule.size
+      base = base + limit.space * limit.rule.size
       state[i] = limit
     end
   end
@@ -324,11 +324,11 @@ if state.changed then
     expires = needed + SPARE_LIFE
   end
   local time_to_live = math.floor((expires - server_time) / 1000) + 1
-  -- The regions are packed first: they may get more room, which their records state.
+  -- The regions are packed first: they may get more space, which their records state.
   local regions = state.must_rewrite and cold().regions()
   local records = packed_records()
   -- The lowest bit of `recovering until` says whether the hold was cut.
-  local packed = struct.pack(HEAD, FORMAT, #records, #state.returned, state.returned_room, incarnation, writes, state.made_at,
+  local packed = struct.pack(HEAD, FORMAT, #records, #state.returned, state.returned_space, incarnation, writes, state.made_at,
     state.recovering_until + state.hold_is_cut, offset, now, expires, held_until, releases) .. table.concat(records)
   if regions then
     -- The whole state, in one string of its exact size, so that later writes into it need no more memory.

@@ -15,7 +15,7 @@
 
 if operation == LEASE and not moment and demand_count == 1 and return_count + charge_count + has_remaining == 0 and prefetch_most == 0
   and hold_left == 0 and #head >= head_size and (not lends or lends == OWNS) then
-  local state_format, record_count, returned_count, returned_room, incarnation, writes, made_at, recovering_until, offset, last_write,
+  local state_format, record_count, returned_count, returned_space, incarnation, writes, made_at, recovering_until, offset, last_write,
     expires, held_until, releases = struct.unpack(HEAD, head)
   local now = server_time + offset
   -- How far the logical time is ahead of what the caller expects. main.lua also allows a thousandth
@@ -56,7 +56,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
       if kind == BUCKET then
         -- The pace of a part counts permits of its owner, and does not limit them.
         local is_pace = lends and i == limit_count
-        local limit, last_stated, n, room, full_at, early, base, refundable, _, unit, ticks =
+        local limit, last_stated, n, space, full_at, early, base, refundable, _, unit, ticks =
           struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in ticks. It is full `early` ticks before `full_at`.
         local missing = full_at > now and (full_at - now) * ticks - early or 0
@@ -82,12 +82,12 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
           if free < 0 then free = 0 end
           if free < free_after and not is_pace then free_after = free end
           if full_at > fresh_from then fresh_from = full_at end
-          records = records .. struct.pack(BUCKET_RECORD, limit, last_stated, 0, room, full_at, early, base, refundable,
+          records = records .. struct.pack(BUCKET_RECORD, limit, last_stated, 0, space, full_at, early, base, refundable,
             NEVER, unit, ticks)
         end
-        region = region + room * DELAYED_SIZE
+        region = region + space * DELAYED_SIZE
       else
-        local limit, last_stated, n, room, total, fine_units, coarse_count, first, cursor_index, _, oldest, oldest_units,
+        local limit, last_stated, n, space, total, fine_units, coarse_count, first, cursor_index, _, oldest, oldest_units,
           newest, newest_units = struct.unpack(WINDOW_RECORD, head, record)
         if limit ~= asked or kind ~= WINDOW or coarse_count > 0 or cursor_index > 0 or cost > count or n == 0
           or stamp < newest then
@@ -102,7 +102,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
           if n == 1 then
             oldest, oldest_units = newest, newest_units
           elseif n > 1 then
-            local from = region + first % room * CHUNK_SIZE
+            local from = region + first % space * CHUNK_SIZE
             oldest, oldest_units = struct.unpack(CHUNK, redis.call('GETRANGE', key, from, from + CHUNK_SIZE - 1))
           end
         end
@@ -124,7 +124,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             wait, refusing = left, limit
           end
         elseif wait == 0 then
-          if free < units or n == room then
+          if free < units or n == space then
             -- A part of the permits has a later slot, or the ring has to grow.
             is_unusual = true
             break
@@ -136,7 +136,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             -- Until now, the newest chunk was in the record only.
             if n > 0 then
               chunks = {
-                at = region + (first + n - 1) % room * CHUNK_SIZE, bytes = struct.pack(CHUNK, newest, newest_units), next = chunks,
+                at = region + (first + n - 1) % space * CHUNK_SIZE, bytes = struct.pack(CHUNK, newest, newest_units), next = chunks,
               }
             end
             n, newest_units = n + 1, units
@@ -145,10 +145,10 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             oldest, oldest_units = stamp, newest_units
           end
           if free - units < free_after then free_after = free - units end
-          records = records .. struct.pack(WINDOW_RECORD, limit, last_stated, n, room, total + units, fine_units + units, 0, first % room, 0, 0, oldest, oldest_units, stamp, newest_units)
+          records = records .. struct.pack(WINDOW_RECORD, limit, last_stated, n, space, total + units, fine_units + units, 0, first % space, 0, 0, oldest, oldest_units, stamp, newest_units)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end
-        region = region + room * CHUNK_SIZE
+        region = region + space * CHUNK_SIZE
       end
     end
 
@@ -168,7 +168,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
         expires = needed + SPARE_LIFE
         redis_write('PEXPIRE', key, math.floor((expires - server_time) / 1000) + 1)
       end
-      redis_write('SETRANGE', key, '0', struct.pack(HEAD, FORMAT, record_count, 0, returned_room, incarnation, writes + 1,
+      redis_write('SETRANGE', key, '0', struct.pack(HEAD, FORMAT, record_count, 0, returned_space, incarnation, writes + 1,
         made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
       return struct.pack(REPLY_WITH_SEGMENT, FORMAT, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
         NO_LIMIT, NO_LIMIT, 0, 0, 1, cost, permits, 0, stamp - now), GRANTED, 0

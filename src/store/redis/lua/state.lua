@@ -8,8 +8,7 @@
 -- and with these (`new_limit`, ledger.lua):
 --   bytes     what states it: kind, count, window and capacity (layout.lua, LIMIT)
 --   n         how many entries it has
---   room      for how many entries its region has space; the function `room` of a rule is another
---             thing: how many units may leave
+--   space     for how many entries its region has space
 --   rule      the functions of its kind (ledger.lua lists them)
 --   base      where its region begins in the string
 --   ours      whether this call states it
@@ -39,7 +38,7 @@ local state = {
   must_rewrite = false, -- whether all of it must be written, because a region grows or moves
   made_at = 0, recovering_until = 0, hold_is_cut = 0, -- as in the head; `hold_is_cut` is 0 or 1
   returned = false, -- the list of returned slots, sorted by slot (src/limit/returned.rs)
-  returned_room = 0, -- as in the head
+  returned_space = 0, -- as in the head
   returned_base = 0, -- where the returned slots begin in the string
   cold = false, -- the functions that `cold` (ledger.lua) has made, if a call needed them
   cold_external = false, -- those that `cold_external` (external.lua) has made

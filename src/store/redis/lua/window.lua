@@ -9,8 +9,8 @@
 -- The log is a list of chunks, sorted by stamp. A chunk is a stamp, and the units that count with
 -- it. src/limit/long_log.rs explains coarse chunks and fine chunks.
 --
--- In the string, the chunks lie in a ring of `room` places. Here a *place* may be beyond the ring,
--- or negative; place modulo `room` is the place in the ring. Chunk i (from 0, the oldest) has the
+-- In the string, the chunks lie in a ring of `space` places. Here a *place* may be beyond the ring,
+-- or negative; place modulo `space` is the place in the ring. Chunk i (from 0, the oldest) has the
 -- place `first` + i. Its stamp is limit.ring[2 * place], and its units are limit.ring[2 * place +
 -- 1].
 --
@@ -40,14 +40,14 @@ local function window_rule()
   -- Reads the block of a place into limit.ring. Chunks that are there already stay: they may have
   -- changed.
   local function fetch(limit, place)
-    local block = place % limit.room
+    local block = place % limit.space
     block = block - block % 8
     local from = limit.base + block * CHUNK_SIZE
     local s = redis.call('GETRANGE', key, from, from + CHUNK_BLOCK_SIZE - 1)
     local values = { struct.unpack(CHUNK_BLOCK, s) }
     local ring, first = limit.ring, limit.first_read
     for i = 0, 7 do
-      local place = first + (block + i - first) % limit.room
+      local place = first + (block + i - first) % limit.space
       if place < limit.end_read and not ring[2 * place] then
         ring[2 * place], ring[2 * place + 1] = values[2 * i + 1], values[2 * i + 2]
       end
@@ -101,7 +101,7 @@ local function window_rule()
   -- Reads the record.
   local function read(limit, s, from)
     local _, oldest, oldest_units, newest, newest_units
-    _, limit.last_stated, limit.n, limit.room, limit.total, limit.fine_units, limit.coarse_count, limit.first,
+    _, limit.last_stated, limit.n, limit.space, limit.total, limit.fine_units, limit.coarse_count, limit.first,
       limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest, newest_units =
       struct.unpack(WINDOW_RECORD, s, from)
     local last = limit.first + limit.n - 1
@@ -115,25 +115,25 @@ local function window_rule()
   local function record(limit)
     local oldest, oldest_units = chunk(limit, 0)
     local newest, newest_units = chunk(limit, limit.n > 0 and limit.n - 1 or 0)
-    return struct.pack(WINDOW_RECORD, limit.bytes, limit.last_stated, limit.n, limit.room, limit.total, limit.fine_units,
-      limit.coarse_count, limit.first % limit.room, limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest,
+    return struct.pack(WINDOW_RECORD, limit.bytes, limit.last_stated, limit.n, limit.space, limit.total, limit.fine_units,
+      limit.coarse_count, limit.first % limit.space, limit.cursor_index, limit.cursor_before, oldest, oldest_units, newest,
       newest_units)
   end
 
   -- Writes the chunks that changed, except the newest, which is in the record.
   local function write(limit)
     if not limit.dirty then return end
-    local from, parts, next_place, room = nil, '', nil, limit.room
+    local from, parts, next_place, space = nil, '', nil, limit.space
     local last = limit.first + limit.n - 2
     local dirty_from = limit.dirty_from > limit.first and limit.dirty_from or limit.first
     local dirty_to = limit.dirty_to < last and limit.dirty_to or last
     for place = dirty_from, dirty_to do
       if limit.dirty[place] then
-        if from and (place % room == 0 or place ~= next_place) then
+        if from and (place % space == 0 or place ~= next_place) then
           redis_write('SETRANGE', key, limit.base + from * CHUNK_SIZE, parts)
           from, parts = nil, ''
         end
-        from = from or place % room
+        from = from or place % space
         parts = parts .. struct.pack(CHUNK, limit.ring[2 * place], limit.ring[2 * place + 1])
         next_place = place + 1
       end
@@ -210,7 +210,7 @@ local function window_rule()
     elseif i > 0 and units_of(limit, i - 1) < chunk_size and stamp - stamp_of(limit, i - 1) <= farthest then
       i = i - 1
       put(limit, i, stamp, units_of(limit, i) + units)
-    elseif i == n and n < limit.room then
+    elseif i == n and n < limit.space then
       -- Until now, the newest chunk was in the record only.
       if n > 0 then put(limit, n - 1, chunk(limit, n - 1)) end
       limit.n = n + 1
@@ -248,7 +248,7 @@ local function window_rule()
 
     -- Inserts a chunk before chunk i; moves the shorter side of the ring.
     function rule.insert_chunk(limit, i, stamp, units)
-      if limit.n + 1 > limit.room then state.must_rewrite = true end
+      if limit.n + 1 > limit.space then state.must_rewrite = true end
       if limit.n - i <= i then
         for k = limit.n, i + 1, -1 do
           put(limit, k, chunk(limit, k - 1))
@@ -387,10 +387,10 @@ local function window_rule()
     function rule.new(limit)
       limit.total, limit.fine_units, limit.coarse_count, limit.first = 0, 0, 0, 0
       limit.cursor_index, limit.cursor_before = 0, 0
-      limit.first_read, limit.end_read, limit.ring, limit.room = 0, 0, {}, 8
+      limit.first_read, limit.end_read, limit.ring, limit.space = 0, 0, {}, 8
     end
 
-    -- Returns all chunks as bytes, from place 0 on, and makes the ring large enough for them.
+    -- Returns all chunks as bytes, from place 0 on.
     function rule.region(limit)
       local parts, ring = {}, {}
       for i = 0, limit.n - 1 do
@@ -398,9 +398,6 @@ local function window_rule()
         parts[i + 1] = struct.pack(CHUNK, ring[2 * i], ring[2 * i + 1])
       end
       limit.first, limit.ring = 0, ring
-      while limit.room < limit.n do
-        limit.room = limit.room * 2
-      end
       return table.concat(parts)
     end
 
