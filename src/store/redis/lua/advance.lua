@@ -4,7 +4,7 @@
 -- Twin: src/limit/advance.rs and window_sweep.rs; of buckets and fixed windows src/limit/bucket.rs
 -- and fixed.rs.
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, `state` (state.lua), rules (ledger.lua)
+-- needs: layout.lua, `state` (state.lua), ledger.lua
 --
 -- A permit whose slot is later than the first free slot is kept in a list beside the use of the
 -- limits. src/limit/advance.rs has the rule and its proof. Few keys have such permits, so

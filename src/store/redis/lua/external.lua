@@ -3,7 +3,7 @@
 --
 -- Twin: src/limit/external.rs and limit_state.rs
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, `state` and `find_limit` (state.lua)
+-- needs: layout.lua, state.lua
 --
 -- If the upstream states that more units are gone than this state granted, other clients use the
 -- limit, too. The state then reserves units for them. src/limit/external.rs explains how many, and

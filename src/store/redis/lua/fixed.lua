@@ -194,10 +194,15 @@ local function fixed_rule()
 
   local rule = {
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
-    advance = advance, align = align, first_slot = first_slot, room = room, insert = insert, charge
-    = charge, subtract = subtract, number_of = number_of, add = add, fresh_from = fresh_from, used = used, new = new, read = read, record =
-    record, cold = 0,
+    read = read, record = record, advance = advance, first_slot = first_slot, room = room, insert = insert,
+    fresh_from = fresh_from, charge = charge, subtract = subtract, used = used, new = new, align = align,
+    number_of = number_of, add = add, cold = 0,
   }
-  function rule.cold() return rule end
+
+  -- Returns the rule, which has all functions.
+  function rule.cold()
+    return rule
+  end
+
   return rule
 end

@@ -4,7 +4,7 @@
 -- Twin: src/limit/limit_set.rs and ledger.rs; of returned slots src/limit/returned.rs; of `recover`
 -- differential/model/recovery.rs.
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, state.lua, window_rule, bucket_rule, fixed_rule, external.lua
+-- needs: layout.lua, `lends` (call.lua), state.lua, window_rule, bucket_rule, fixed_rule, external.lua
 
 -- The most limits of one key.
 local MOST_LIMITS = 32

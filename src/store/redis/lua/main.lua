@@ -224,8 +224,8 @@ if operation == PEEK then
     if entry and entry.slot < next_slot then next_slot = entry.slot end
   end
   local parts = {
-    struct.pack(PEEK_REPLY, FORMAT, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free, next_slot < NEVER and next_slot - now or NEVER, held_for, releases,
-      is_cut, recovering > 0 and recovering or 0, #owned),
+    struct.pack(PEEK_REPLY, FORMAT, state.quota and GRANTED + WITH_QUOTA or GRANTED, all_free,
+      next_slot < NEVER and next_slot - now or NEVER, held_for, releases, is_cut, recovering > 0 and recovering or 0, #owned),
   }
   for i = 1, #owned do
     local limit, slot = owned[i], NEVER

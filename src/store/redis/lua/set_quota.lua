@@ -3,8 +3,7 @@
 --
 -- Twin: src/limit/set_quota.rs, and `set`, `begin` and `unset` in limit_set.rs
 -- After a change: cargo test --all-features --lib differential
--- needs: layout.lua, server_time (server_time.lua), all of call.lua, `state` (state.lua), `cold`
--- (ledger.lua)
+-- needs: layout.lua, server_time (server_time.lua), all of call.lua, state.lua, `cold` (ledger.lua)
 --
 -- src/limit/set_quota.rs has the rules, and explains quota versions, paused limits and which permits
 -- are taken back. Few keys have a set quota, so all functions of this file are cold.
@@ -145,8 +144,8 @@ local function cold_set_quota()
     return next + next % 2
   end
 
-  -- Takes in the quota version of the call, which states these limits. Returns whether the limits of the call count as stated, and
-  -- whether they may be those of a set quota if they are.
+  -- Takes in the quota version of the call, which states these limits. Returns whether the limits count
+  -- as stated, and whether they may be those of a set quota if they are.
   function set_quota.take_in(stated)
     finish()
     local known, version = state.quota and state.quota.version or 0, quota_version

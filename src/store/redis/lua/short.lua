@@ -145,7 +145,8 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
             oldest, oldest_units = stamp, newest_units
           end
           if free - units < free_after then free_after = free - units end
-          records = records .. struct.pack(WINDOW_RECORD, limit, last_stated, n, space, total + units, fine_units + units, 0, first % space, 0, 0, oldest, oldest_units, stamp, newest_units)
+          records = records .. struct.pack(WINDOW_RECORD, limit, last_stated, n, space, total + units, fine_units + units, 0,
+            first % space, 0, 0, oldest, oldest_units, stamp, newest_units)
           if stamp + window > fresh_from then fresh_from = stamp + window end
         end
         region = region + space * CHUNK_SIZE
