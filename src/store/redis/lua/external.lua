@@ -193,13 +193,13 @@ local function cold_external()
 
   -- Reads a record and attaches it to its limit.
   function usage.read(bytes, from)
-    local external = unpack_entry(bytes, from, EXTERNAL_RECORD, FIELDS)
+    local external = unpack_list(bytes, from, 1, EXTERNAL_RECORD, RECORD_SIZE, FIELDS)[1]
     find_limit(#state, external.limit).external = external
   end
 
   -- Packs the record.
   function usage.record(external)
-    return pack_entry(external, EXTERNAL_RECORD, FIELDS)
+    return pack_list({ external }, EXTERNAL_RECORD, FIELDS)
   end
 
   return usage

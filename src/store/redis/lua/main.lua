@@ -374,7 +374,6 @@ for i = state.limiting, 1, -1 do
   if state.limiting > limit_count and not state[i].ours then foreign = state[i] end
   if state[i].external then shared = SHARED end
 end
-refusing = status % SHARED == REFUSED and refusing
 return struct.pack(REPLY, FORMAT, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing and refusing.bytes or NO_LIMIT, foreign and foreign.bytes or NO_LIMIT,
   prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,

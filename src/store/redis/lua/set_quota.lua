@@ -199,14 +199,14 @@ local function cold_set_quota()
 
   -- Reads the record.
   function set_quota.read(bytes, from)
-    state.quota = unpack_entry(bytes, from, QUOTA_RECORD, FIELDS)
+    state.quota = unpack_list(bytes, from, 1, QUOTA_RECORD, RECORD_SIZE, FIELDS)[1]
     state.limiting = state.quota.limiting
   end
 
   -- Packs the record.
   function set_quota.record()
     state.quota.limiting = state.limiting
-    return pack_entry(state.quota, QUOTA_RECORD, FIELDS)
+    return pack_list({ state.quota }, QUOTA_RECORD, FIELDS)
   end
 
   return set_quota

@@ -60,40 +60,36 @@ end
 
 -- The delayed permits of buckets, the uses of fixed windows and the returned slots are short lists. They
 -- are read and written whole. An entry of a list has `size` bytes of a format. It is read into a table
--- with the given `fields`. Records that few keys have are read and packed like an entry.
+-- with the given `fields`. A record that few keys have is read and packed as a list of one entry.
 
--- Reads an entry, which begins at `at`.
-local function unpack_entry(bytes, at, format, fields)
-  local values, entry = { struct.unpack(format, bytes, at) }, {}
-  for k = 1, #fields do
-    entry[fields[k]] = values[k]
-  end
-  return entry
-end
-
--- Packs an entry.
-local function pack_entry(entry, format, fields)
-  local values = {}
-  for k = 1, #fields do
-    values[k] = entry[fields[k]]
-  end
-  return struct.pack(format, unpack(values))
-end
-
--- Reads a list of n entries, which begins at `base`.
-local function read_list(base, n, format, size, fields)
-  local list, bytes = {}, n > 0 and redis.call('GETRANGE', key, base, base + n * size - 1)
+-- Returns the list of the n entries that begin at `at`.
+local function unpack_list(bytes, at, n, format, size, fields)
+  local list = {}
   for i = 1, n do
-    list[i] = unpack_entry(bytes, (i - 1) * size + 1, format, fields)
+    local values, entry = { struct.unpack(format, bytes, at + (i - 1) * size) }, {}
+    for k = 1, #fields do
+      entry[fields[k]] = values[k]
+    end
+    list[i] = entry
   end
   return list
+end
+
+-- Reads the list of the n entries that begin at `base` in the string.
+local function read_list(base, n, format, size, fields)
+  local bytes = n > 0 and redis.call('GETRANGE', key, base, base + n * size - 1)
+  return unpack_list(bytes, 1, n, format, size, fields)
 end
 
 -- Packs a list.
 local function pack_list(list, format, fields)
   local parts = {}
   for i = 1, #list do
-    parts[i] = pack_entry(list[i], format, fields)
+    local values = {}
+    for k = 1, #fields do
+      values[k] = list[i][fields[k]]
+    end
+    parts[i] = struct.pack(format, unpack(values))
   end
   return table.concat(parts)
 end

@@ -38,9 +38,9 @@ local function window_rule()
   local MOST_FINE = 204
 
   -- Reads the block of a place into limit.ring. Chunks that are there already stay: they may have
-  -- changed.
-  local function fetch(limit, place)
-    local block = place % limit.space
+  -- changed. Returns the stamp of the chunk at the place.
+  local function fetch(limit, missing)
+    local block = missing % limit.space
     block = block - block % 8
     local from = limit.base + block * CHUNK_SIZE
     local s = redis.call('GETRANGE', key, from, from + CHUNK_BLOCK_SIZE - 1)
@@ -52,13 +52,13 @@ local function window_rule()
         ring[2 * place], ring[2 * place + 1] = values[2 * i + 1], values[2 * i + 2]
       end
     end
+    return ring[2 * missing]
   end
 
   -- Returns the stamp of chunk i.
   local function stamp_of(limit, i)
-    local place = 2 * (limit.first + i)
-    if not limit.ring[place] then fetch(limit, place / 2) end
-    return limit.ring[place]
+    local place = limit.first + i
+    return limit.ring[2 * place] or fetch(limit, place)
   end
 
   -- Returns the units of chunk i.
@@ -82,20 +82,6 @@ local function window_rule()
     limit.dirty[place] = true
     if place < limit.dirty_from then limit.dirty_from = place end
     if place > limit.dirty_to then limit.dirty_to = place end
-  end
-
-  -- Removes the oldest chunk.
-  local function pop_oldest(limit)
-    local units = units_of(limit, 0)
-    limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - units
-    if limit.coarse_count > 0 then
-      limit.coarse_count = limit.coarse_count - 1
-    else
-      limit.fine_units = limit.fine_units - units
-    end
-    if limit.cursor_index > 0 then
-      limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - units
-    end
   end
 
   -- Reads the record.
@@ -147,7 +133,16 @@ local function window_rule()
   local function advance(limit)
     local gone = state.now - limit.window
     while limit.n > 0 and stamp_of(limit, 0) <= gone do
-      pop_oldest(limit)
+      local units = units_of(limit, 0)
+      limit.first, limit.n, limit.total = limit.first + 1, limit.n - 1, limit.total - units
+      if limit.coarse_count > 0 then
+        limit.coarse_count = limit.coarse_count - 1
+      else
+        limit.fine_units = limit.fine_units - units
+      end
+      if limit.cursor_index > 0 then
+        limit.cursor_index, limit.cursor_before = limit.cursor_index - 1, limit.cursor_before - units
+      end
     end
   end
 
