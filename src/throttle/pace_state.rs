@@ -26,6 +26,9 @@ pub(super) struct PaceState {
     refused: bool,
     /// When the hold ends, if there was one.
     pub(super) held_until: Option<Instant>,
+    /// Until when this process waits behind that hold in an outage of the store. It is no part of the hold, and no other process
+    /// learns of it.
+    waits_until: Option<Instant>,
     /// How often a hold was released. A hold that a process saw before the last release no longer
     /// counts.
     pub(super) releases: u32,
@@ -57,6 +60,7 @@ impl PaceState {
             answered: false,
             refused: false,
             held_until: None,
+            waits_until: None,
             releases: 0,
             last_change: now,
             max_hold,
@@ -73,7 +77,7 @@ impl PaceState {
     pub(super) fn slot_after(&self, load: Load, last_change: Instant) -> Option<Instant> {
         let traffic = self.traffic(load, last_change);
         let slot = self.probe_ends_at(load).max(self.pace.slot(&traffic));
-        slot.max(self.held_until)
+        slot.max(self.held_until).max(self.waits_until)
     }
 
     /// Returns until when requests wait for the response to the first one, if they do.
@@ -190,7 +194,7 @@ impl PaceState {
             let part = slot.saturating_duration_since(last).mul_f64(dice.roll());
             self.last_sent = Some(clock::before(last, part));
             let held_until = self.held_until.filter(|until| *until > now);
-            self.held_until = held_until.map(|until| clock::after(until, part));
+            self.waits_until = held_until.map(|until| clock::after(until, part));
         }
     }
 
@@ -199,8 +203,16 @@ impl PaceState {
         self.held_until = self.held_until.max(Some(until));
     }
 
+    /// Lets the hold end earlier by `span`.
+    pub(super) fn hold_is_shorter(&mut self, span: Duration) {
+        for until in [&mut self.held_until, &mut self.waits_until] {
+            *until = until.and_then(|until| until.checked_sub(span));
+        }
+    }
+
     pub(super) fn release(&mut self) {
         self.held_until = None;
+        self.waits_until = None;
         self.releases = self.releases.saturating_add(1);
     }
 
@@ -223,6 +235,7 @@ impl PaceState {
 
     /// Returns to the state that [`save`](Self::save) returned.
     pub(super) fn restore(&mut self, saved: &SavedPace) {
+        self.waits_until = None;
         StateCodec::read(&saved.state, saved.at, |codec| _ = self.share(codec));
     }
 

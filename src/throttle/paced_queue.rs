@@ -282,8 +282,7 @@ impl PacedQueue {
     /// Lets the hold end earlier by `span`, for which the clock of this process stood still. Other processes have clocks
     /// of their own.
     pub(super) fn hold_is_shorter(&mut self, span: Duration) {
-        let held_until = &mut self.local.pace_state.held_until;
-        *held_until = held_until.and_then(|until| until.checked_sub(span));
+        self.local.pace_state.hold_is_shorter(span);
     }
 
     pub(super) fn release(&mut self, now: Instant) {

@@ -388,8 +388,13 @@ fn line_of(id: u64, now: Instant) -> PacedQueue {
     queue
 }
 
-/// Runs the compare-and-sets that are due, without a network. Returns the requests that left.
-fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant) -> Vec<Flight> {
+/// Runs the compare-and-sets that are due, without a network. Returns the requests that left. The register is a version, a
+/// value, and when that was written.
+fn exchange(
+    queue: &mut PacedQueue,
+    register: &mut (u64, Vec<u8>, Instant),
+    now: Instant,
+) -> Vec<Flight> {
     let mut left = Vec::new();
     for _ in 0..10 {
         let Some(CasRequest { seen, value, .. }) = queue.next_cas(now) else {
@@ -397,7 +402,7 @@ fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant)
         };
         let changed = value.is_some() && seen == register.0;
         if let Some(value) = value.filter(|_| changed) {
-            *register = (register.0 + 1, value);
+            *register = (register.0 + 1, value, now);
         }
         let value = if changed {
             Vec::new()
@@ -408,6 +413,7 @@ fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant)
             version: register.0,
             changed,
             value,
+            age: now - register.2,
             ..Register::default()
         };
         queue.cas_answered(Ok(answer), now);
@@ -419,7 +425,7 @@ fn exchange(queue: &mut PacedQueue, register: &mut (u64, Vec<u8>), now: Instant)
 #[test]
 fn damaged_register_blocks_no_process_for_ever() {
     let now = clock::now() + Duration::from_secs(3600);
-    let mut register = (0, Vec::new());
+    let mut register = (0, Vec::new(), now);
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
     one.arrived(now);
     assert_eq!(
@@ -458,7 +464,7 @@ fn damaged_register_blocks_no_process_for_ever() {
 fn dead_process_at_the_head_blocks_for_250_ms() {
     for hold in [Duration::ZERO, Duration::from_secs(60)] {
         let now = clock::now() + Duration::from_secs(3600);
-        let mut register = (0, Vec::new());
+        let mut register = (0, Vec::new(), now);
         let (mut one, mut other) = (line_of(1, now), line_of(2, now));
         one.arrived(now);
         assert_eq!(
@@ -492,7 +498,7 @@ impl Pace for Open {
 #[test]
 fn dead_waiting_process_is_forgotten_when_no_request_waits() {
     let now = clock::now() + Duration::from_secs(3600);
-    let mut register = (0, Vec::new());
+    let mut register = (0, Vec::new(), now);
     let (mut one, mut other) = (line_of(1, now), line_of(2, now));
     for queue in [&mut one, &mut other] {
         queue.local.pace_state.pace = Box::new(Open);
@@ -515,7 +521,7 @@ fn dead_waiting_process_is_forgotten_when_no_request_waits() {
             one.hold_until(now + INTERVAL, now);
             one.arrived(now);
             exchange(&mut one, &mut register, now);
-            let (version, value) = register.clone();
+            let (version, value, _) = register.clone();
             other.register_changed(
                 Register {
                     version,
@@ -563,7 +569,7 @@ fn is_held(queue: &PacedQueue, now: Instant) -> bool {
 fn released_hold_does_not_come_back() {
     let start = clock::now() + Duration::from_secs(3600);
     let at = |seconds: u64| start + Duration::from_secs(seconds);
-    let mut register = (0, Vec::new());
+    let mut register = (0, Vec::new(), start);
     let (mut one, mut other) = (line_of(1, start), line_of(2, start));
     for queue in [&mut one, &mut other] {
         queue.arrived(start);
@@ -594,4 +600,52 @@ fn released_hold_does_not_come_back() {
     one.arrived(at(61));
     exchange(&mut one, &mut register, at(61));
     assert!(is_held(&one, at(61)) && is_held(&other, at(61)));
+}
+
+/// The random part by which a process waits longer in an outage is its own.
+#[test]
+fn failed_calls_move_no_hold() {
+    let start = clock::now() + Duration::from_secs(3600);
+    let mut register = (0, Vec::new(), start);
+    let (mut one, mut other) = (line_of(1, start), line_of(2, start));
+    for queue in [&mut one, &mut other] {
+        queue.arrived(start);
+        exchange(queue, &mut register, start);
+    }
+    let end = start + Duration::from_secs(60);
+    one.hold_until(end, start);
+    let is_end = |queue: &PacedQueue| {
+        let until = queue.held_until().expect("a hold");
+        until.max(end) - until.min(end) < Duration::from_millis(1)
+    };
+    let mut now = start + Duration::from_secs(1);
+    for queue in [&mut one, &mut other] {
+        queue.arrived(now);
+        exchange(queue, &mut register, now);
+    }
+    for _ in 0..10 {
+        now += Duration::from_secs(1);
+        other.events_missed(now);
+        assert!(other.next_cas(now).is_some());
+        other.cas_answered(Err(StoreError::Lost), now);
+        assert!(is_end(&other), "the hold of the process itself");
+        assert!(other.slot() >= other.held_until(), "no request leaves");
+        now += Duration::from_secs(1);
+        exchange(&mut other, &mut register, now);
+        assert!(is_end(&other), "the hold of the process that is back");
+        one.events_missed(now);
+        exchange(&mut one, &mut register, now);
+        assert!(is_end(&one), "the hold of the fleet");
+    }
+    // A hold that begins in an outage is one of the fleet, however short.
+    other.events_missed(now);
+    assert!(other.next_cas(now).is_some());
+    other.cas_answered(Err(StoreError::Lost), now);
+    let end = end + Duration::from_millis(5);
+    other.hold_until(end, now);
+    now += Duration::from_secs(1);
+    exchange(&mut other, &mut register, now);
+    one.events_missed(now);
+    exchange(&mut one, &mut register, now);
+    assert!(one.held_until() >= Some(end - Duration::from_millis(1)));
 }
