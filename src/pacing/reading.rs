@@ -38,6 +38,7 @@ impl QuotaNumbers {
 fn left(quota: &ObservedQuota) -> f64 {
     match (quota.remaining(), quota.limit()) {
         (Some(remaining), Some(limit)) => remaining as f64 / limit.max(1) as f64,
+        (Some(0), None) => 0.0,
         (Some(_), None) => 1.0,
         (None, _) => f64::INFINITY,
     }
@@ -105,6 +106,17 @@ mod tests {
             QuotaNumbers::of(&Signal::default()),
             QuotaNumbers::default()
         );
+    }
+
+    #[test]
+    fn used_up_quota_without_a_limit_is_the_scarcest() {
+        let plenty = ObservedQuota::new().with_limit(120).with_remaining(110);
+        let second = ObservedQuota::new().with_window(Duration::from_secs(1));
+        let of = |left| {
+            let signal = Signal::default().with_quota(plenty.clone());
+            QuotaNumbers::of(&signal.with_quota(second.clone().with_remaining(left))).remaining
+        };
+        assert_eq!((of(0), of(5)), (Some(0.0), Some(110.0)));
     }
 
     #[test]

@@ -197,6 +197,38 @@ fn one_far_reset_is_forgotten() {
     assert!(token_time < 5.0, "{token_time}");
 }
 
+/// A server states the scarcest of its quotas. What one quota leaves out is not taken from another one.
+#[test]
+fn quotas_of_one_server_are_not_mixed() {
+    let states = |limit, window: Option<u64>, remaining| Answer {
+        limit,
+        window: window.map(Duration::from_secs),
+        remaining: Some(remaining),
+        ..Answer::quiet(1000, 100)
+    };
+    let after = |answers: &[Answer]| replay(Fair::new(), answers, |_, _, _, _| Ok(())).unwrap();
+    let day = states(Some(100_000), Some(86_400), 98_000);
+    let burst = states(Some(2000), None, 1000);
+    for answers in [
+        vec![day.clone(), burst.clone()],
+        vec![burst.clone(), day.clone(), burst],
+    ] {
+        let scale = after(&answers).scale;
+        assert_eq!(scale.limit(), 2000.0);
+        assert!(scale.token_time < 1.0, "{}", scale.token_time);
+    }
+    let scale = after(&[states(Some(20), Some(10), 15), states(None, Some(60), 0)]).scale;
+    assert_eq!((scale.limit(), scale.is_short()), (f64::INFINITY, false));
+    // What is stated of one quota at different times belongs together.
+    let scale = after(&[
+        day.clone(),
+        states(None, None, 90_000),
+        states(Some(100_000), None, 90_000),
+    ])
+    .scale;
+    assert_eq!(scale.token_time, 0.864);
+}
+
 /// Headers on refusals alone state what is left at that moment, which says nothing of what follows.
 #[test]
 fn search_goes_on_if_only_refusals_state_what_is_left() {

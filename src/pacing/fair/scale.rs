@@ -243,11 +243,10 @@ impl Scale {
         let &QuotaAnswer {
             told, sent, now, ..
         } = answer;
-        self.limit = told.limit.filter(|limit| *limit >= 1.0).or(self.limit);
-        self.stated_window = told
-            .window
-            .filter(|window| *window > 0.0)
-            .or(self.stated_window);
+        self.note_quota(
+            told.limit.filter(|limit| *limit >= 1.0),
+            told.window.filter(|window| *window > 0.0),
+        );
         let remaining = told.remaining?;
         let last = self.last;
         let is_later = last.is_none_or(|(at, _)| sent >= at);
@@ -277,6 +276,15 @@ impl Scale {
         self.is_below = false;
         self.measure(&told, remaining, last.filter(|_| is_later), now);
         Some(remaining)
+    }
+
+    /// Takes note of the limit and the window that an answer states. A server with several quotas states now one and now
+    /// another. So a part that an answer leaves out stays only if it states nothing new.
+    fn note_quota(&mut self, limit: Option<f64>, window: Option<f64>) {
+        let is_known = limit.is_none_or(|_| limit == self.limit)
+            && window.is_none_or(|_| window == self.stated_window);
+        self.limit = limit.or(self.limit.filter(|_| is_known));
+        self.stated_window = window.or(self.stated_window.filter(|_| is_known));
     }
 
     /// Returns what is left of a window above the straight line from the kept fraction to 0 at the

@@ -97,12 +97,15 @@ impl ShortWindow {
         let &QuotaAnswer {
             told, sent, now, ..
         } = answer;
-        let (limit, remaining) = (told.limit?, told.remaining?);
+        let (limit, remaining) = (told.limit.unwrap_or_default(), told.remaining?);
         if self.limit != limit {
             *self = ShortWindow {
                 limit,
                 ..ShortWindow::default()
             };
+        }
+        if limit == 0.0 {
+            return None;
         }
         self.longest_reset = self.longest_reset.max(told.reset.unwrap_or(0.0));
         self.length = self.length_of(told.window).unwrap_or(0.0);
