@@ -292,11 +292,12 @@ mod of_reqwest_retry {
     }
 
     impl RetryPolicy for RetryLimited {
-        /// Retries at once, because the request waits in the layer.
-        fn should_retry(&self, started: SystemTime, past: u32) -> RetryDecision {
+        /// Retries at once, because the request waits in the layer. So the moment is in the past, also if the clock is set
+        /// back meanwhile.
+        fn should_retry(&self, _: SystemTime, past: u32) -> RetryDecision {
             match self.attempts.saturating_sub(1) > past {
                 true => RetryDecision::Retry {
-                    execute_after: started,
+                    execute_after: SystemTime::UNIX_EPOCH,
                 },
                 false => {
                     // `handle` has taken a retry for the last attempt.
@@ -344,6 +345,22 @@ mod tests {
             assert!(!retry.tries_again(Err(&refused(Reason::Held))));
         }
         assert!(!retry.budget.withdraw());
+    }
+
+    /// The clock may be set back while the first attempt waits in the layer.
+    #[cfg(feature = "reqwest-retry")]
+    #[test]
+    fn retry_does_not_wait_for_the_wall_clock() {
+        use std::time::{Duration, SystemTime};
+
+        use reqwest_retry::{RetryDecision, RetryPolicy};
+
+        let now = SystemTime::now();
+        let decision = RetryLimited::new().should_retry(now + Duration::from_secs(3600), 0);
+        let RetryDecision::Retry { execute_after } = decision else {
+            panic!("{decision:?}");
+        };
+        assert!(execute_after <= now);
     }
 
     /// With two attempts, the second one is the last.
