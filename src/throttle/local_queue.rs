@@ -26,7 +26,7 @@ pub(super) struct LocalQueue {
 #[derive(Debug)]
 pub(super) struct QueuedCall {
     pub(super) call: CallState,
-    /// When the request arrived.
+    /// When the request arrived, or was put behind all others. The processes serve their first waiters in this order.
     pub(super) since: Instant,
 }
 

@@ -222,8 +222,10 @@ impl PacedQueue {
         self.insert_refused(refused.number, refused, now);
     }
 
-    /// Puts a refused request behind all others. It sleeps first, as the pace wants. Returns its new number.
-    pub(super) fn back_behind(&mut self, refused: Refused, now: Instant) -> Number {
+    /// Puts a refused request behind all others, of all processes. It sleeps first, as the pace wants. Returns its new
+    /// number.
+    pub(super) fn back_behind(&mut self, mut refused: Refused, now: Instant) -> Number {
+        refused.call.since = now;
         let number = self.local.next_number();
         self.insert_refused(number, refused, now);
         number

@@ -649,3 +649,28 @@ fn failed_calls_move_no_hold() {
     exchange(&mut one, &mut register, now);
     assert!(one.held_until() >= Some(end - Duration::from_millis(1)));
 }
+
+/// The upstream always refuses the requests of one process. Those of the other process leave first.
+#[test]
+fn request_refused_again_is_behind_those_of_other_processes() {
+    let now = clock::now() + Duration::from_secs(3600);
+    let at = |millis: u64| now + Duration::from_millis(millis);
+    let mut register = (0, Vec::new(), now);
+    let (mut one, mut other) = (line_of(1, now), line_of(2, now));
+    one.arrived(now);
+    let flight = exchange(&mut one, &mut register, now)
+        .pop()
+        .expect("it is the first");
+    other.arrived(at(10));
+    exchange(&mut other, &mut register, at(10));
+    let refused = Signal::default().with_refusal(Some(http::StatusCode::TOO_MANY_REQUESTS));
+    let refused = one.answered(flight, &refused, at(100)).expect("a refusal");
+    one.back_behind(refused, at(100));
+    for queue in [&mut one, &mut other] {
+        queue.events_missed(at(200));
+        exchange(queue, &mut register, at(200));
+    }
+    assert_eq!(exchange(&mut one, &mut register, at(1001)).len(), 0);
+    assert_eq!(exchange(&mut other, &mut register, at(1001)).len(), 1);
+    assert_eq!(exchange(&mut one, &mut register, at(2002)).len(), 1);
+}
