@@ -13,7 +13,7 @@
 //! early, with a small rise, or not at all. If that happens too often, the limit *slides*. The effect of
 //! a request then lasts for a window, so Remaining is no ticket number.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::super::reading::QuotaAnswer;
 use super::super::{StateCodec, seconds, span};
@@ -228,10 +228,11 @@ impl ShortWindow {
             self.end = None;
             return self.compare(look, reset, passed);
         }
-        let past = windows * self.length;
+        // Hours may have passed, more than any pause or interval has.
+        let past = Duration::from_secs_f64(windows * self.length);
         self.end = Some((
-            clock::after(earliest, span(past)),
-            clock::after(latest, span(past * (1.0 + DRIFT))),
+            clock::after(earliest, past),
+            clock::after(latest, past.mul_f64(1.0 + DRIFT)),
         ));
     }
 

@@ -1,12 +1,12 @@
 //! Tests of short windows.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
 use super::super::reading::{QuotaAnswer, QuotaNumbers};
-use super::super::{seconds, span};
+use super::super::seconds;
 use super::short_window::{Seen, ShortWindow};
 use crate::clock;
 
@@ -33,7 +33,7 @@ impl Watcher {
 
     fn at(&self, seconds: f64) -> Instant {
         // The first request leaves before the server judges it.
-        self.start + span(1.0 + seconds)
+        self.start + Duration::from_secs_f64(1.0 + seconds)
     }
 
     /// The server judges a request at `at` seconds: `remaining` are left, and the reset is `reset`
@@ -187,6 +187,29 @@ fn windows_that_begin_with_a_request_do_not_slide() {
         used += 1.0;
         watcher.look(at, limit - used, ends - at);
         assert!(!watcher.window.slides(), "{at}");
+    }
+}
+
+/// A client that sends nothing for hours finds the window where it is.
+#[test]
+fn windows_go_on_during_a_long_rest() {
+    let (limit, length) = (20.0, 10.0);
+    let mut watcher = Watcher::new(limit, Some(length));
+    let before = (0..50).map(f64::from);
+    for at in before.chain((1853..2003).map(f64::from)) {
+        let left = length - at % length;
+        let seen = watcher.look(at, 2.0 * left - 1.0, left);
+        if at < 20.0 {
+            continue;
+        }
+        let ends = watcher.window.ends().expect("a fixed window");
+        let (early, late) = (
+            seconds(ends, watcher.at(at + left)),
+            seconds(watcher.at(at + left), ends),
+        );
+        assert!(early < 1e-6 && late <= 2.0, "{early} or {late} at {at}");
+        let spare = seen.and_then(|seen| seen.spare).expect("a fixed window");
+        assert!(spare.abs() <= 2.0, "{spare} at {at}");
     }
 }
 
