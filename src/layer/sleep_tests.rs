@@ -170,3 +170,39 @@ async fn probe_leaves_first_after_a_sleep() {
     clock::sleep(seconds(10)).await;
     assert_eq!(calls.load(Ordering::Relaxed), 2);
 }
+
+#[tokio::test(start_paused = true)]
+async fn hold_of_a_kind_goes_on() {
+    let refusals = Arc::new(AtomicU32::new(0));
+    let upstream = service_fn(move |request: Request<()>| {
+        let wait = match refusals.load(Ordering::Relaxed) {
+            0 => "1",
+            _ => "1000",
+        };
+        let response = match request.uri().path() {
+            "/bad" => {
+                refusals.fetch_add(1, Ordering::Relaxed);
+                Response::builder().status(429).header("retry-after", wait)
+            }
+            _ => Response::builder(),
+        };
+        async { response.body(()) }
+    });
+    let layer = AdaptiveThrottleLayer::builder().max_wait(seconds(60));
+    let service = layer.build().unwrap().layer(upstream);
+    let call = |path: &str| {
+        let request = Request::get(path).body(()).unwrap();
+        service.clone().oneshot(request)
+    };
+    assert_eq!(call("/bad").await.unwrap().status(), 429);
+    for _ in 0..5 {
+        clock::sleep(seconds(10)).await;
+        assert_eq!(call("/good").await.unwrap().status(), 200);
+    }
+    assert_eq!(call("/bad").await.unwrap().status(), 429);
+    pretended::sleep(seconds(900));
+    assert!(call("/bad").await.is_err());
+    assert_eq!(call("/good").await.unwrap().status(), 200);
+    pretended::sleep(seconds(100));
+    assert_eq!(call("/bad").await.unwrap().status(), 429);
+}

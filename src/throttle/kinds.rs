@@ -51,6 +51,18 @@ impl Kinds {
         self.suspicion.lasts_beyond(end);
     }
 
+    /// Returns the latest end of a hold of a kind, if there was one.
+    pub(super) fn held_until(&self) -> Option<Instant> {
+        self.held.iter().map(|held| held.until).max()
+    }
+
+    /// Lets the holds end earlier by `span`, for which the clock of this process stood still.
+    pub(super) fn holds_are_shorter(&mut self, span: Duration) {
+        for held in &mut self.held {
+            held.until = clock::before(held.until, span);
+        }
+    }
+
     /// Returns whether the suspicion has ended.
     pub(super) fn is_over(&self, now: Instant) -> bool {
         self.suspicion.ends_at() <= now

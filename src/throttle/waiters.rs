@@ -39,7 +39,7 @@ pub(super) struct Waiters {
     hold_origin: Option<PaceHoldOrigin>,
     /// Present for some time after a refusal.
     kinds: Option<Box<Kinds>>,
-    /// Begins with a hold. `None` if the key is not on hold.
+    /// Begins with a hold. `None` if neither the key nor a kind is on hold.
     sleep: Option<SleepMark>,
     /// When a request arrived or was answered last, or the key was held or released.
     last_used: Instant,
@@ -414,17 +414,21 @@ impl Waiters {
         self.grant_due(now, wakers);
     }
 
-    /// Takes in for how long the machine has slept during a hold: it ends earlier by that. Called at both ends of each
-    /// change.
+    /// Takes in for how long the machine has slept during a hold of the key or of a kind: it ends earlier by that. Called at
+    /// both ends of each change.
     pub(super) fn wake(&mut self, wakers: &mut Wakers) {
-        let is_held = self.queue.held_until().map(|until| until > clock::now());
-        if is_held != Some(true) {
+        let kind_held_until = self.kinds.as_ref().and_then(|kinds| kinds.held_until());
+        let held_until = self.queue.held_until().max(kind_held_until);
+        if held_until.is_none_or(|until| until <= clock::now()) {
             self.sleep = None;
             return;
         }
         let slept = self.sleep.get_or_insert_with(SleepMark::new).look();
         if !slept.is_zero() {
             self.queue.hold_is_shorter(slept);
+            if let Some(kinds) = &mut self.kinds {
+                kinds.holds_are_shorter(slept);
+            }
             if let Some(origin) = &mut self.hold_origin {
                 origin.until = clock::before(origin.until, slept);
             }
