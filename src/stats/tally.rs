@@ -155,6 +155,12 @@ impl Floods {
     }
 }
 
+/// Returns since when the oldest of these requests waits. A refused request that waits again has a later number, but goes on
+/// with its wait.
+fn oldest<'a>(waiting: impl Iterator<Item = &'a OpenWait>) -> Option<Instant> {
+    waiting.map(|open| open.since).min()
+}
+
 /// Returns whether a name may be that of a gate.
 pub(crate) fn is_series_name(name: &str) -> bool {
     let mut letters = name.bytes();
@@ -341,13 +347,11 @@ impl Tally {
         drained
     }
 
-    /// Returns how many requests of `key` wait, and since when the first of them does.
+    /// Returns how many requests of `key` wait, and since when the oldest of them does.
     pub(crate) fn waiting_of(&self, key: Key) -> (usize, Option<Instant>) {
         let waiting = lock(&self.waiting);
         let of_key = waiting.values().filter(|open| open.key == key);
-        let mut since = of_key.map(|open| open.since).peekable();
-        let first = since.peek().copied();
-        (since.count(), first)
+        (of_key.clone().count(), oldest(of_key))
     }
 
     /// Wakes the tasks of all requests that wait.
@@ -430,7 +434,7 @@ impl Tally {
         let counted = *shown;
         drop(shown);
         let waiting = lock(&self.waiting);
-        let oldest = waiting.first_key_value().map(|(_, open)| open.since);
+        let oldest = oldest(waiting.values());
         let count = waiting.len();
         drop(waiting);
         let statuses = lock(&self.upstream_refusals);
@@ -471,5 +475,24 @@ impl Tally {
             requests,
             units: self.units.load(Ordering::Relaxed),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A refused request that waits again has waited before.
+    #[test]
+    fn oldest_wait_may_have_a_late_number() {
+        let (tally, now) = (Tally::default(), clock::now());
+        let seconds = Duration::from_secs;
+        let at = |count| clock::after(now, seconds(count));
+        for since in [13, 0, 7] {
+            tally.open(Key::ALL, at(since));
+        }
+        assert_eq!(tally.waiting_of(Key::ALL), (3, Some(now)));
+        let stats = tally.stats(Counted::default(), "requests", GateState::default(), at(14));
+        assert_eq!(stats.oldest_wait, Some(seconds(14)));
     }
 }
