@@ -328,6 +328,9 @@ macro_rules! common_setters {
         ///
         /// [`Signal::refusal`](crate::Signal::refusal) states which responses are refusals: a 429,
         /// a 503 with `Retry-After`, and some others.
+        ///
+        /// Set it at the outermost layer. A layer around this one sees the error as a request without a response, and
+        /// learns nothing of the refusal.
         pub fn error_on_upstream_limit(mut self) -> Self {
             self.common.extractors.policy.change().error_on_limit = true;
             self
