@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use redis::ConnectionAddr;
 use redis::io::tcp::TcpSettings;
-use redis::{Client, ConnectionInfo, IntoConnectionInfo};
+use redis::{Client, ConnectionInfo, IntoConnectionInfo, ProtocolVersion};
 #[cfg(feature = "redis-sentinel")]
 use redis::{
     TlsMode,
@@ -178,7 +178,6 @@ fn is_alike(one: &ConnectionInfo, other: &ConnectionInfo) -> bool {
         && ones.username() == others.username()
         && ones.password() == others.password()
         && ones.db() == others.db()
-        && ones.protocol() == others.protocol()
 }
 
 /// Returns whether TLS checks no certificates. `None` without TLS.
@@ -196,6 +195,9 @@ fn tcp() -> TcpSettings {
 }
 
 /// Reads a URL. Its text may have a password, so no error shows it.
+///
+/// The store always speaks RESP2. RESP3 logs in with `HELLO`, and a server that does not know the command repeats the
+/// password in its reply. The errors of the store would show that.
 fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
     // As the parser of URLs reads it.
     let scheme = url.trim_start().split_once("://");
@@ -204,7 +206,10 @@ fn info(url: &str) -> Result<ConnectionInfo, ConfigError> {
         tls_is_there()?;
     }
     let info = url.into_connection_info().map_err(refused)?;
-    Ok(info.set_tcp_settings(tcp()))
+    let settings = info.redis_settings().clone();
+    Ok(info
+        .set_tcp_settings(tcp())
+        .set_redis_settings(settings.set_protocol(ProtocolVersion::RESP2)))
 }
 
 #[cfg(feature = "redis-tls-rustls")]
@@ -236,10 +241,38 @@ fn refused(reason: impl fmt::Display) -> ConfigError {
     ))
 }
 
-#[cfg(all(test, not(feature = "redis-tls-rustls")))]
+#[cfg(test)]
 mod tests {
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+
     use super::*;
 
+    /// A server that knows no `HELLO`, as its operator may have renamed it, replies with all of the command.
+    #[tokio::test]
+    async fn replies_to_the_login_show_no_password() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        std::thread::spawn(move || {
+            let (mut client, _) = listener.accept().unwrap();
+            let sent = client.read(&mut [0; 1000]).unwrap();
+            assert!(sent > 0);
+            let reply = "-ERR unknown command 'HELLO', with args beginning with: '3' 'AUTH' 'default' 'geheim'\r\n";
+            client.write_all(reply.as_bytes()).unwrap();
+            // The next commands were sent along.
+            client.write_all(b"+OK\r\n+OK\r\n").unwrap();
+            let _ = client.read(&mut [0; 1000]);
+        });
+        let url = format!("redis://:geheim@127.0.0.1:{port}/?protocol=resp3");
+        let Ok(Connecting::Server { factory, .. }) = server(&url) else {
+            panic!("the URL is right");
+        };
+        let error = factory().await.map(|_| ()).unwrap_err();
+        let shown = format!("{error} {error:?}");
+        assert!(!shown.contains("geheim"), "{shown}");
+    }
+
+    #[cfg(not(feature = "redis-tls-rustls"))]
     #[test]
     fn missing_tls_is_an_error_naming_the_feature() {
         for url in [
