@@ -24,20 +24,23 @@ pub(crate) struct StoreSession {
     pub(crate) sent: Instant,
     /// When the reply was received.
     pub(crate) received: Instant,
-    /// By how many microseconds the wall clock was ahead of the monotonic clock then.
+    /// Until when the reply is of use. After that, the store may have dropped the state because it was idle.
+    until: Instant,
+    /// By how many microseconds the wall clock was ahead of the monotonic clock when the reply was received.
     wall_ahead: i64,
 }
 
 impl StoreSession {
     /// Makes the session that begins with a reply: the state's `incarnation` and number of
     /// `writes`, and the store's time `seen`. The call was sent at `sent`, and the reply was
-    /// received at `received`.
+    /// received at `received`. The store keeps the state at least until `until`.
     pub(crate) fn new(
         incarnation: u64,
         writes: u64,
         seen: Micros,
         sent: Instant,
         received: Instant,
+        until: Instant,
     ) -> Self {
         StoreSession {
             incarnation,
@@ -45,13 +48,22 @@ impl StoreSession {
             seen,
             sent,
             received,
+            until,
             wall_ahead: clock::wall_ahead(),
         }
     }
 
     /// Makes the session that begins with `lease`. The call was sent at `sent`.
     pub(crate) fn of(lease: &Lease, sent: Instant, received: Instant) -> Self {
-        StoreSession::new(lease.incarnation, lease.writes, lease.now, sent, received)
+        let until = clock::after(sent, lease.session_ttl);
+        StoreSession::new(
+            lease.incarnation,
+            lease.writes,
+            lease.now,
+            sent,
+            received,
+            until,
+        )
     }
 
     /// Maps a moment of the store's time to the time of this process.
@@ -68,11 +80,16 @@ impl StoreSession {
             .saturating_sub(clock::micros(self.received))
     }
 
-    /// Returns what the next call states about this reply. Returns `None` if the machine slept
-    /// since the reply: the monotonic clock does not show for how long it slept.
+    /// Returns whether the reply is of use.
+    pub(crate) fn is_of_use(&self, now: Instant) -> bool {
+        now < self.until
+    }
+
+    /// Returns what the next call states about this reply. Returns `None` if the reply is of no more use, or if the
+    /// machine slept since: the monotonic clock does not show for how long it slept.
     pub(crate) fn client_session(&self, now: Instant) -> Option<ClientSession> {
         let since = now.saturating_duration_since(self.received);
-        if clock::has_slept(self.wall_ahead, since) {
+        if !self.is_of_use(now) || clock::has_slept(self.wall_ahead, since) {
             return None;
         }
         Some(ClientSession {

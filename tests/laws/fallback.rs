@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::quota::Limit;
 use tollgate::store::{
-    Charge, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
+    Charge, Grant, Lease, LeaseRequest, LimitSpec, MemoryStore, PeekRequest, Store, StoreError,
     StoreReply, UnusedPermits, Usage,
 };
 use tollgate::{Key, Limited, Limiter, OnStoreError, Quota, RateLimitBuilder, RateLimitLayer};
@@ -772,4 +772,153 @@ async fn request_above_the_share_has_no_wait_of_another() {
     drop(all.unwrap());
     assert_eq!(above.unwrap_err().retry_after(), None);
     assert!(late.unwrap_err().retry_after().unwrap() > ms(50_000));
+}
+
+/// A store that may lose its state, as Redis may. It grants everything, and counts the units that it knows of. It
+/// keeps no state of a key that used nothing.
+struct Forgetful {
+    away: AtomicBool,
+    start: Instant,
+    session_ttl: Duration,
+    state: Mutex<ForgetfulState>,
+}
+
+#[derive(Default)]
+struct ForgetfulState {
+    incarnation: u64,
+    writes: u64,
+    used: u64,
+    /// How many calls showed that a state was lost.
+    recoveries: u32,
+}
+
+impl Forgetful {
+    fn new(session_ttl: Duration) -> Arc<Self> {
+        Arc::new(Forgetful {
+            away: AtomicBool::new(false),
+            start: Instant::now(),
+            session_ttl,
+            state: Mutex::default(),
+        })
+    }
+
+    fn set_away(&self, away: bool) {
+        self.away.store(away, Ordering::Relaxed);
+    }
+
+    /// Loses the state.
+    fn forget(&self) {
+        self.state.lock().unwrap().used = 0;
+    }
+
+    fn used(&self) -> u64 {
+        self.state.lock().unwrap().used
+    }
+
+    fn recoveries(&self) -> u32 {
+        self.state.lock().unwrap().recoveries
+    }
+
+    fn answer(&self, request: &LeaseRequest<'_>) -> Lease {
+        let mut state = self.state.lock().unwrap();
+        if state.used == 0 {
+            state.incarnation += 1;
+        }
+        let session = request.session;
+        if session.incarnation != 0 && session.seen > 0 && session.incarnation != state.incarnation
+        {
+            state.recoveries += 1;
+            state.used += session.granted;
+        }
+        state.writes += 1;
+        state.used += request
+            .charges
+            .iter()
+            .map(|charge| charge.units)
+            .sum::<u64>();
+        let mut lease = Lease::default();
+        lease.incarnation = state.incarnation;
+        lease.writes = state.writes;
+        lease.now = 1_000_000 + u64::try_from(self.start.elapsed().as_micros()).unwrap();
+        for demand in request.demands {
+            state.used += u64::from(demand.cost) * u64::from(demand.count);
+            let mut grant = Grant::new(demand.cost, demand.count, ms(0), request.validity);
+            grant.slot = lease.now;
+            lease.grants.push(grant);
+        }
+        if state.used > 0 {
+            lease.session_ttl = self.session_ttl;
+        }
+        lease
+    }
+}
+
+impl Store for Forgetful {
+    fn lease(&self, request: LeaseRequest<'_>) -> StoreReply<Lease> {
+        let no_route = || StoreError::Away(Arc::new(std::io::Error::other("no route")));
+        let answer = match self.away.load(Ordering::Relaxed) {
+            true => Err(no_route()),
+            false => Ok(self.answer(&request)),
+        };
+        StoreReply::Pending(Box::pin(async move {
+            sleep(ms(1)).await;
+            answer
+        }))
+    }
+}
+
+/// Ten units are granted by the store, and five are used without it. Then the store is back without its state.
+async fn back_without_state(key_rests: bool) -> u64 {
+    let store = Forgetful::new(Duration::from_secs(3600));
+    let builder = RateLimitLayer::builder(Quota::per_hour(1000)).store(store.clone());
+    let builder = builder.on_store_error(OnStoreError::FallbackShare);
+    let limiter = builder.fallback_share(0.5).build().unwrap().limiter();
+    for _ in 0..10 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+    }
+    store.set_away(true);
+    for _ in 0..5 {
+        drop(limiter.acquire(Key::ALL).await.unwrap());
+    }
+    store.forget();
+    store.set_away(false);
+    if key_rests {
+        sleep(ms(3000)).await;
+        assert_eq!(store.used(), 15, "charged without a request");
+    }
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    sleep(ms(3000)).await;
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    store.used()
+}
+
+#[tokio::test(start_paused = true)]
+async fn units_count_once_in_a_store_that_lost_its_state() {
+    assert_eq!(back_without_state(false).await, 17, "a key in use");
+    assert_eq!(back_without_state(true).await, 17, "a key at rest");
+}
+
+/// The store forgets a key when all its units have left their windows.
+async fn back_after_key_expired(key_rests: bool) -> u32 {
+    let store = Forgetful::new(ms(2000));
+    let builder = RateLimitLayer::builder(Quota::per_second(50)).store(store.clone());
+    let builder = builder.on_store_error(OnStoreError::FallbackShare);
+    let limiter = builder.fallback_share(0.5).build().unwrap().limiter();
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    store.set_away(true);
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    sleep(ms(10_000)).await;
+    store.forget();
+    store.set_away(false);
+    if key_rests {
+        sleep(ms(3000)).await;
+    }
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    store.recoveries()
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_that_expired_during_an_outage_are_not_lost() {
+    assert_eq!(back_after_key_expired(false).await, 0, "a key in use");
+    assert_eq!(back_after_key_expired(true).await, 0, "a key at rest");
 }

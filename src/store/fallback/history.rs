@@ -17,7 +17,7 @@ use crate::clock;
 use crate::key_map::Evict;
 use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
 use crate::store::memory::KeyLedger;
-use crate::store::{Lease, OwnedLeaseRequest, Source, StoreSession};
+use crate::store::{ClientSession, Lease, OwnedLeaseRequest, Source, StoreSession};
 use crate::tuning::DETECTION_TIME;
 
 /// How many windows the share depends on, at least and at most.
@@ -79,6 +79,33 @@ impl GrantHistory {
     /// Returns the process's own ledger, if it has one.
     pub(super) fn standalone(&mut self) -> Option<&mut StandaloneLedger> {
         self.standalone.as_deref_mut()
+    }
+
+    /// Returns what a call states about the store. `known` is what the limiter knows.
+    ///
+    /// A call to a store that has lost its state also states which units that state had granted, and the store charges
+    /// them. Only one call may state them. That may be a call that the process makes while it is alone, of
+    /// which the limiter does not know.
+    pub(super) fn session(&self, known: ClientSession, now: Instant) -> ClientSession {
+        let Some(last) = &self.session else {
+            return known;
+        };
+        let Some(ledger) = &self.standalone else {
+            let is_of_last = known.incarnation == last.incarnation;
+            let granted = if is_of_last { known.granted } else { 0 };
+            return ClientSession { granted, ..known };
+        };
+        match last.client_session(now) {
+            Some(session) => ClientSession {
+                granted: ledger.granted(),
+                ..session
+            },
+            // As the limiter does: releases of a state that is there no more do not count.
+            None => ClientSession {
+                incarnation: last.incarnation,
+                ..ClientSession::default()
+            },
+        }
     }
 
     /// Returns what the store is charged with: the permits of the process's own ledger whose slots

@@ -5,7 +5,6 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::Inner;
-use super::history::GrantHistory;
 use crate::clock;
 use crate::events;
 use crate::join::join_all;
@@ -70,7 +69,7 @@ async fn charge_idle_keys(inner: &Inner) -> usize {
 
 /// Charges the store for a key. Returns whether the store has replied.
 async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
-    if inner.probe(&request).await.is_err() {
+    if inner.probe(&mut request).await.is_err() {
         return false;
     }
     let charges = inner
@@ -80,13 +79,13 @@ async fn charge(inner: &Inner, mut request: OwnedLeaseRequest) -> bool {
         return true;
     };
     request.charges = charges;
-    let reply = inner.store.lease(request.as_request()).arrives().await;
-    if reply.is_err() {
+    let Ok(lease) = inner.store.lease(request.as_request()).arrives().await else {
         return false;
-    }
-    let ended = inner
-        .histories
-        .find(request.key, GrantHistory::end_if_charged);
+    };
+    let ended = inner.histories.find(request.key, |history| {
+        history.record(&lease, &request.spec, request.sent, clock::now());
+        history.end_if_charged()
+    });
     if ended == Some(true) {
         events::together(&label(&*inner.store, request.key, None));
     }

@@ -173,12 +173,12 @@ impl Inner {
         self: &Arc<Self>,
         mut request: OwnedLeaseRequest,
     ) -> Result<Lease, StoreError> {
-        let probed = self.probe(&request).await;
+        let probed = self.probe(&mut request).await;
         let now = clock::now();
         // Another call may have ended the ledger meanwhile.
         let mut was_alone = false;
         match probed {
-            Ok(reply) => {
+            Ok(()) => {
                 let owed = self.histories.find(request.key, |history| {
                     history.end_with_charges(&request.charges, now)
                 });
@@ -187,7 +187,6 @@ impl Inner {
                     events::together(&label(&*self.store, request.key, None));
                     request.charges = owed;
                 }
-                request.follow(&reply, now);
             }
             Err(error) if is_unreachable(&error) => {
                 let lease = self.with_standalone(request.key, |ledger| ledger.lease(&request, now));
@@ -199,7 +198,6 @@ impl Inner {
             }
             Err(error) => return Err(error),
         }
-        request.sent = now;
         let reply = self.store.lease(request.as_request()).arrives().await;
         if was_alone {
             // They are in the record of grants, and are not repeated.
@@ -208,8 +206,15 @@ impl Inner {
         self.on_reply(&request, reply)
     }
 
-    /// Calls the store without demands, to find out whether it replies.
-    async fn probe(&self, request: &OwnedLeaseRequest) -> Result<Lease, StoreError> {
+    /// Calls the store without demands, to find out whether it replies. The request follows the reply: if the store has
+    /// lost its state, only the first call states which units it had granted.
+    async fn probe(&self, request: &mut OwnedLeaseRequest) -> Result<(), StoreError> {
+        let sent = clock::now();
+        let known = request.session;
+        let session = self
+            .histories
+            .find(request.key, |history| history.session(known, sent));
+        (request.session, request.sent) = (session.unwrap_or(known), sent);
         let probe = LeaseRequest {
             demands: &[],
             prefetch: 0,
@@ -218,7 +223,16 @@ impl Inner {
             charges: &[],
             ..request.as_request()
         };
-        self.store.lease(probe).arrives().await
+        let reply = self.store.lease(probe).arrives().await;
+        let now = clock::now();
+        if let Ok(lease) = &reply {
+            self.histories.find(request.key, |history| {
+                history.record(lease, &request.spec, sent, now);
+            });
+            request.follow(lease, now);
+        }
+        request.sent = now;
+        reply.map(drop)
     }
 
     /// Takes back unused permits, each in the ledger that granted it. Returns those that the store granted.
@@ -251,13 +265,18 @@ impl Store for FallbackStore {
             ..request
         };
         let owned = OwnedLeaseRequest::new(&request);
-        let is_alone = inner.with_standalone(owned.key, |ledger| {
-            ledger.on_request(owned.session, clock::micros(owned.sent));
+        let mut session = request.session;
+        let is_alone = inner.histories.find(owned.key, |history| {
+            session = history.session(session, owned.sent);
+            let ledger = history.standalone();
+            ledger
+                .map(|ledger| ledger.on_request(clock::micros(owned.sent)))
+                .is_some()
         });
-        if is_alone.is_some() {
+        if is_alone == Some(true) {
             return StoreReply::Pending(Box::pin(async move { inner.lease_alone(owned).await }));
         }
-        let reply = inner.store.lease(request);
+        let reply = inner.store.lease(LeaseRequest { session, ..request });
         reply.then(move |reply| StoreReply::Ready(inner.on_reply(&owned, reply)))
     }
 

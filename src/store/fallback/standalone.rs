@@ -14,8 +14,7 @@ use crate::limit::{Charge, LimitSpec, Micros, UnusedPermits, micros_down, micros
 use crate::rng::jittered;
 use crate::store::memory::{KeyLedger, book, usage};
 use crate::store::{
-    ClientSession, Demand, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, Refusal, Source,
-    Usage,
+    Demand, Lease, LeaseRequest, OwnedLeaseRequest, PeekRequest, Refusal, Source, Usage,
 };
 
 /// With so many entries of permits that the store does not know of, old ones are forgotten, and those with close slots
@@ -40,10 +39,9 @@ pub(super) struct StandaloneLedger {
     shorten_at: usize,
     /// The longest window, for which permits count.
     window: Micros,
-    /// When the limiter last requested permits.
-    requested_at: Micros,
-    /// What the limiter knew of the store then.
-    session: ClientSession,
+    /// The units that the store has counted for this process: those that it had granted, and those that it was charged
+    /// with since.
+    granted: u64,
     /// When the store was last called, by the limiter or to charge it.
     called_at: Micros,
     /// The limits of the whole fleet, under which the store is charged.
@@ -65,8 +63,7 @@ impl StandaloneLedger {
             uncharged: VecDeque::new(),
             shorten_at: MANY_UNCHARGED,
             window: micros_up(request.spec.quota().longest_memory()),
-            requested_at: now,
-            session: request.session,
+            granted: request.session.granted,
             called_at: now,
             whole_spec: request.spec.clone(),
         }
@@ -78,11 +75,15 @@ impl StandaloneLedger {
         self.ledger.idle_from().max(Some(counts_until))
     }
 
-    /// Notes that the limiter requests permits, and knows `session` of the store.
-    pub(super) fn on_request(&mut self, session: ClientSession, now: Micros) {
-        self.requested_at = now;
-        self.session = session;
+    /// Notes that the limiter calls the store.
+    pub(super) fn on_request(&mut self, now: Micros) {
         self.called_at = now;
+    }
+
+    /// Returns the units that the store has counted for this process. Those that it may still be charged with are not
+    /// among them.
+    pub(super) fn granted(&self) -> u64 {
+        self.granted
     }
 
     /// Returns a request without demands if the store was not called lately.
@@ -92,15 +93,8 @@ impl StandaloneLedger {
             return None;
         }
         self.called_at = now;
-        let since_request = Duration::from_micros(now.saturating_sub(self.requested_at));
-        let session = ClientSession {
-            since: self.session.since.saturating_add(since_request),
-            ..self.session
-        };
-        Some(OwnedLeaseRequest::new(&LeaseRequest {
-            session,
-            ..LeaseRequest::new(key, &self.whole_spec, &[])
-        }))
+        let request = LeaseRequest::new(key, &self.whole_spec, &[]);
+        Some(OwnedLeaseRequest::new(&request))
     }
 
     /// Counts the charges of a request, and decides about its demands. What is counted and granted is
@@ -228,10 +222,13 @@ impl StandaloneLedger {
         !self.uncharged.is_empty()
     }
 
-    /// Takes out the permits whose slots have come, the oldest first.
+    /// Takes out the permits whose slots have come, the oldest first. The store is charged with them.
     pub(super) fn take_due(&mut self, now: Micros) -> Vec<UnusedPermits> {
         let due = self.uncharged.partition_point(|owed| owed.slot <= now);
-        self.uncharged.drain(..due).collect()
+        let due: Vec<_> = self.uncharged.drain(..due).collect();
+        let units = due.iter().map(|owed| owed.units);
+        self.granted = units.fold(self.granted, u64::saturating_add);
+        due
     }
 
     /// Returns permits as charges in a few parts. Permits that are older than the longest window

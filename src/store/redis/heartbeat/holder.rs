@@ -92,12 +92,9 @@ impl Holder {
 
     /// Returns the session that the next claim states, if the session is still of use.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
-        match self.session {
-            Some(session) if now < clock::after(session.received, self.claim.ttl) => {
-                session.client_session(now).unwrap_or_default()
-            }
-            _ => ClientSession::default(),
-        }
+        let session = self.session.as_ref();
+        let known = session.and_then(|session| session.client_session(now));
+        known.unwrap_or_default()
     }
 
     /// Takes in the reply to a claim that was sent at `sent`. Returns after how long the claim is
@@ -136,6 +133,7 @@ impl Holder {
             reply.now,
             sent,
             now,
+            clock::after(now, claim.ttl),
         ));
         if known <= newest.changes {
             self.adopt(newest);

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::holder::Holder;
 use crate::clock;
@@ -13,8 +12,7 @@ const SMALLEST_SWEEP: usize = 64;
 /// Sessions by the name of the state in Redis. With them, a new holder finds out that a server has
 /// lost the state of other processes.
 pub(super) struct FormerSessions {
-    /// Each session, and until when it is of use.
-    sessions: HashMap<Arc<str>, (StoreSession, Instant)>,
+    sessions: HashMap<Arc<str>, StoreSession>,
     /// At this many, sessions that are of no more use are dropped.
     sweep_at: usize,
 }
@@ -29,15 +27,13 @@ impl FormerSessions {
 
     /// Removes the session of a state, for a new holder.
     pub(super) fn take(&mut self, name: &Arc<str>) -> Option<StoreSession> {
-        self.sessions.remove(name).map(|(session, _)| session)
+        self.sessions.remove(name)
     }
 
-    /// Keeps the session of a holder that leaves, if it has one. It is of use for the life of a claim after its last
-    /// reply.
+    /// Keeps the session of a holder that leaves, if it has one.
     pub(super) fn keep(&mut self, holder: &Holder) {
         if let Some(session) = holder.session {
-            let until = clock::after(session.received, holder.claim.ttl);
-            self.sessions.insert(holder.name.clone(), (session, until));
+            self.sessions.insert(holder.name.clone(), session);
             self.drop_expired();
         }
     }
@@ -46,7 +42,7 @@ impl FormerSessions {
     fn drop_expired(&mut self) {
         if self.sessions.len() >= self.sweep_at {
             let now = clock::now();
-            self.sessions.retain(|_, (_, until)| *until > now);
+            self.sessions.retain(|_, session| session.is_of_use(now));
             self.sweep_at = (2 * self.sessions.len()).max(SMALLEST_SWEEP);
         }
     }
