@@ -62,9 +62,7 @@ pub use lending::Lending;
 pub(crate) use limit_set::STATED_AHEAD;
 pub use limit_spec::LimitSpec;
 pub(crate) use micros::{Micros, micros_down, micros_up};
-pub(crate) use set_quota::is_learned;
-#[cfg(any(test, feature = "redis"))]
-pub(crate) use set_quota::is_set;
 pub use set_quota::{ChangeKind, SetQuota};
+pub(crate) use set_quota::{is_learned, is_set};
 pub use unused_permits::UnusedPermits;
 pub use upstream_remaining::UpstreamRemaining;

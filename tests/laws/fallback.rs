@@ -922,3 +922,22 @@ async fn keys_that_expired_during_an_outage_are_not_lost() {
     assert_eq!(back_after_key_expired(false).await, 0, "a key in use");
     assert_eq!(back_after_key_expired(true).await, 0, "a key at rest");
 }
+
+/// The share is a part of the quota that the key has now, also if it changes while the store is away. As in the store, a
+/// looser one applies after two windows.
+#[tokio::test(start_paused = true)]
+async fn shares_follow_the_plan_of_a_key() {
+    let store = Arc::<Shared>::default();
+    let half = builder(Quota::per_minute(600), &store).max_wait(ms(0));
+    let limiter = half.fallback_share(0.5).build().unwrap().limiter();
+    store.set_away(true);
+    drop(limiter.acquire(Key::ALL).await.unwrap());
+    for (plan, more) in [(Quota::per_minute(60), 29), (Quota::per_minute(100), 50)] {
+        let mut granted = 0;
+        while limiter.acquire(Key::ALL).quota(plan).await.is_ok() {
+            granted += 1;
+        }
+        assert_eq!(granted, more, "of {plan}");
+        sleep(ms(180_000)).await;
+    }
+}

@@ -14,8 +14,9 @@ use std::time::{Duration, Instant};
 use super::Share;
 use super::standalone::{PARTS, StandaloneLedger};
 use crate::clock;
+use crate::key::Key;
 use crate::key_map::Evict;
-use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, micros_up};
+use crate::limit::{Charge, Ledger, LimitSpec, Micros, UnusedPermits, is_set, micros_up};
 use crate::store::memory::KeyLedger;
 use crate::store::{ClientSession, Lease, OwnedLeaseRequest, Source, StoreSession};
 use crate::tuning::DETECTION_TIME;
@@ -40,6 +41,8 @@ pub(super) struct GrantHistory {
     /// The quota version under which the store granted. Grants of another quota say nothing of the
     /// share.
     version: u32,
+    /// How many units may be used in a window.
+    units: u64,
     /// The first window that was observed in full.
     first: u64,
     /// Whether `first` follows a change of the quota. Then all processes began anew in the window before it.
@@ -106,6 +109,27 @@ impl GrantHistory {
                 ..ClientSession::default()
             },
         }
+    }
+
+    /// Returns a request of the process's own ledger without demands, if the store was not called lately.
+    ///
+    /// A store that has lost its state takes a set quota from any call that states it, for its whole life. So none is
+    /// stated that may have ended. The next request of the limiter states what applies then. If none comes, the ledger
+    /// ends when its permits count no more.
+    pub(super) fn own_request(&mut self, key: Key, now: Instant) -> Option<OwnedLeaseRequest> {
+        let replied_at = self.session.as_ref().map(|session| session.received);
+        let ledger = self.standalone()?;
+        let spec = &ledger.whole_spec;
+        // A use renews a set quota only if less than half of its life is left.
+        let applies_for = spec.quota_life() / 2;
+        let applies = replied_at.is_some_and(|at| now < clock::after(at, applies_for));
+        if !is_set(spec.quota_version()) || applies {
+            return ledger.own_request(key, clock::micros(now));
+        }
+        if ledger.idle_from() <= Some(clock::micros(now)) {
+            self.end_standalone();
+        }
+        None
     }
 
     /// Returns what the store is charged with: the permits of the process's own ledger whose slots
@@ -189,14 +213,14 @@ impl GrantHistory {
     /// Records the lease that the store granted to a call that was sent at `sent`.
     pub(super) fn record(&mut self, lease: &Lease, spec: &LimitSpec, sent: Instant, now: Instant) {
         let window = micros_up(spec.quota().longest_memory() + spec.life() + spec.transit_slack());
-        let version = match &lease.set_quota {
-            Some(quota) => quota.version,
-            None => spec.quota_version(),
-        };
-        if self.window != window || self.version != version {
+        let set = lease.set_quota.as_ref();
+        let version = set.map_or(spec.quota_version(), |set| set.version);
+        let quota = set.and_then(|set| set.quota).unwrap_or(*spec.quota());
+        let (_, units) = quota.longest();
+        if (self.window, self.version, self.units) != (window, version, units) {
             self.granted.clear();
             self.follows_change = self.session.is_some();
-            (self.window, self.version) = (window, version);
+            (self.window, self.version, self.units) = (window, version, units);
             self.first = self.window_at(lease.now) + 1;
         }
         self.session = Some(StoreSession::of(lease, sent, now));
@@ -260,7 +284,7 @@ impl GrantHistory {
     ///
     /// The share is what the process was granted in the last windows before the request. If no window was
     /// observed in full, the share is that of the last outage. If there is none, or if the process was
-    /// granted nothing, the share is `configured`.
+    /// granted nothing, the share is `configured`. It is a part of the quota, whatever quota the key has.
     pub(super) fn start_standalone(
         &mut self,
         request: &OwnedLeaseRequest,
@@ -273,7 +297,6 @@ impl GrantHistory {
             sent,
             ..
         } = request;
-        let (longest, all) = spec.quota().longest();
         let now = clock::micros(now);
         let moment = self.store_time(clock::micros(*sent));
         let share = match (self.least_granted(moment), self.last_share) {
@@ -281,16 +304,16 @@ impl GrantHistory {
             (units, _) => match units.unwrap_or_else(|| self.granted_since_change(moment)) {
                 0 => configured?,
                 units => Share {
-                    part: units.min(all),
-                    of: all,
+                    part: units.min(self.units),
+                    of: self.units,
                 },
             },
         };
         self.last_share = Some(share);
         // The earlier grants are charged under the longest limit, into which they fit. The other
         // limits begin with what that limit has counted.
+        let (longest, _) = spec.quota().longest();
         let longest = share.limits(longest, spec);
-        let own = share.limits(*spec.quota(), spec);
         let oldest = self.store_time(now).saturating_sub(self.window) / self.width();
         let recent = self.granted.iter().filter(|part| part.number >= oldest);
         let counted = recent
@@ -303,11 +326,8 @@ impl GrantHistory {
                 ledger.charge(&longest, Charge::new(Duration::from_micros(age), units));
             }
         });
-        ledger.with(&own, now, |_, _| ());
-        Some(
-            self.standalone
-                .insert(Box::new(StandaloneLedger::new(ledger, own, request, now))),
-        )
+        let ledger = StandaloneLedger::new(ledger, share, request, now);
+        Some(self.standalone.insert(Box::new(ledger)))
     }
 
     /// Returns the least units of a window before a moment of the store's time, if there is one.
@@ -341,7 +361,6 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::key::Key;
     use crate::quota::Quota;
     use crate::store::{Demand, Grant, HoldState, LeaseRequest, SetQuota};
 
@@ -388,6 +407,44 @@ mod tests {
         history.record(&lease(&own, 0, None), &informed, now, now);
         let ledger = history.start_standalone(&request(&informed), now, None);
         assert_eq!(share_of(ledger), Some(set.part(5, 20)));
+    }
+
+    /// Fifty of a hundred units of one plan, and then the store fails to reply about another plan, or grants five of it.
+    #[test]
+    fn grants_of_another_plan_are_the_same_part_of_it() {
+        let (gold, free) = (spec(Quota::per_second(100)), spec(Quota::per_second(20)));
+        for (granted, expected) in [(None, (10, 20)), (Some(5), (5, 20))] {
+            let (mut history, now) = (GrantHistory::default(), clock::now());
+            history.record(&lease(&gold, 0, None), &gold, now, now);
+            // As after a set quota, all grants of the present window count.
+            history.follows_change = true;
+            history.record(&lease(&gold, 50, None), &gold, now, now);
+            if let Some(units) = granted {
+                history.record(&lease(&free, units, None), &free, now, now);
+            }
+            let request = request(&Arc::new(free.clone()));
+            let ledger = history.start_standalone(&request, now, None);
+            let (part, of) = expected;
+            assert_eq!(share_of(ledger), Some(free.quota().part(part, of)));
+        }
+    }
+
+    /// The limiter states a set quota as long as it applies. A task that stated it later would bring it back.
+    #[test]
+    fn the_task_states_no_set_quota_that_may_have_ended() {
+        let (minute, second) = (Duration::from_secs(60), Duration::from_secs(1));
+        let set = spec(Quota::per_hour(100)).with_quota_version(1, minute);
+        let (mut history, now) = (GrantHistory::default(), clock::now());
+        history.record(&lease(&set, 5, None), &set, now, now);
+        let set = Arc::new(set);
+        standalone(&mut history, &request(&set), now);
+        let mut asks = |after| {
+            history
+                .own_request(Key::ALL, clock::after(now, after))
+                .is_some()
+        };
+        assert!(asks(10 * second), "it applies");
+        assert!(!asks(31 * second), "a use 31 s ago may have left it 29 s");
     }
 
     /// What the store granted to a process that has just begun is a part of what others were granted before.

@@ -45,14 +45,12 @@ pub(super) fn keep_charging(inner: &Arc<Inner>) {
 
 /// Charges the store for keys without requests. Returns how many keys have a ledger of their own.
 async fn charge_idle_keys(inner: &Inner) -> usize {
-    let now = clock::micros(clock::now());
+    let now = clock::now();
     let mut alone = 0;
     let mut idle = Vec::new();
     inner.histories.for_each(|key, history| {
-        if let Some(ledger) = history.standalone() {
-            alone += 1;
-            idle.extend(ledger.own_request(key, now));
-        }
+        alone += usize::from(history.standalone().is_some());
+        idle.extend(history.own_request(key, now));
     });
     // One key finds out whether the store replies.
     let (mut idle, mut at_once) = (idle.into_iter(), 1);

@@ -6,6 +6,7 @@ use std::mem;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::Share;
 use crate::clock;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -29,6 +30,9 @@ const PROBE_INTERVAL: Duration = Duration::from_millis(1000);
 
 /// The state of a key while the store cannot be reached.
 pub(super) struct StandaloneLedger {
+    share: Share,
+    /// The limits of the whole fleet, which the limiter stated last. The store is charged under them.
+    pub(super) whole_spec: Arc<LimitSpec>,
     /// The limits of the share.
     pub(super) spec: Arc<LimitSpec>,
     ledger: KeyLedger,
@@ -37,42 +41,45 @@ pub(super) struct StandaloneLedger {
     uncharged: VecDeque<UnusedPermits>,
     /// At this length, `uncharged` is shortened.
     shorten_at: usize,
-    /// The longest window, for which permits count.
-    window: Micros,
     /// The units that the store has counted for this process: those that it had granted, and those that it was charged
     /// with since.
     granted: u64,
     /// When the store was last called, by the limiter or to charge it.
     called_at: Micros,
-    /// The limits of the whole fleet, under which the store is charged.
-    whole_spec: Arc<LimitSpec>,
 }
 
 impl StandaloneLedger {
-    /// Makes the ledger of a process whose share of the quota is `own`, after the store failed to
-    /// reply to `request`. Recent use counts in `ledger`.
+    /// Makes the ledger of a process with a share, after the store failed to reply to `request`. Recent use counts in
+    /// `ledger`.
     pub(super) fn new(
         ledger: KeyLedger,
-        own: LimitSpec,
+        share: Share,
         request: &OwnedLeaseRequest,
         now: Micros,
     ) -> Self {
+        let whole_spec = request.spec.clone();
+        let own = share.limits(*whole_spec.quota(), &whole_spec);
         StandaloneLedger {
+            share,
+            whole_spec,
             spec: Arc::new(own),
             ledger,
             uncharged: VecDeque::new(),
             shorten_at: MANY_UNCHARGED,
-            window: micros_up(request.spec.quota().longest_memory()),
             granted: request.session.granted,
             called_at: now,
-            whole_spec: request.spec.clone(),
         }
     }
 
     pub(super) fn idle_from(&self) -> Option<Micros> {
         let last = self.uncharged.back();
-        let counts_until = last.map_or(0, |owed| owed.slot + self.window);
+        let counts_until = last.map_or(0, |owed| owed.slot + self.window());
         self.ledger.idle_from().max(Some(counts_until))
+    }
+
+    /// Returns the longest window, for which permits count.
+    fn window(&self) -> Micros {
+        micros_up(self.whole_spec.quota().longest_memory())
     }
 
     /// Notes that the limiter calls the store.
@@ -109,6 +116,7 @@ impl StandaloneLedger {
         request: &OwnedLeaseRequest,
         now: Instant,
     ) -> Result<Lease, StoreError> {
+        self.follow(&request.spec);
         let largest = self.spec.quota().largest_cost();
         let is_above = |demand: &Demand| demand.cost > largest;
         if let Some(demand) = request.demands.first()
@@ -155,6 +163,14 @@ impl StandaloneLedger {
             source: Source::Standalone { granted_at: now },
             ..Lease::default()
         })
+    }
+
+    /// Takes in the limits that the limiter states. The process has the same share of them.
+    fn follow(&mut self, whole_spec: &Arc<LimitSpec>) {
+        if self.whole_spec != *whole_spec {
+            self.whole_spec = whole_spec.clone();
+            self.spec = Arc::new(self.share.limits(*whole_spec.quota(), whole_spec));
+        }
     }
 
     /// Counts units that the process used without a permit. They are charged to the store later.
@@ -234,12 +250,12 @@ impl StandaloneLedger {
     /// Returns permits as charges in a few parts. Permits that are older than the longest window
     /// count no more.
     pub(super) fn charges(&self, owed: &[UnusedPermits], now: Micros) -> Vec<Charge> {
-        let width = self.window / Charge::MOST as u64 + 1;
+        let width = self.window() / Charge::MOST as u64 + 1;
         let mut charges: Vec<Charge> = Vec::new();
         let mut part = None;
         for owed in owed {
             let age = self.age(owed, now);
-            if age >= self.window {
+            if age >= self.window() {
                 continue;
             }
             let age_of_part = age / width;
@@ -271,9 +287,9 @@ impl StandaloneLedger {
     /// Forgets the entries that count no more, and merges those with close slots. A merged entry has the slot of
     /// its last part.
     fn shorten_uncharged(&mut self, now: Micros) {
-        let near = (self.window / PARTS).max(1);
+        let near = (self.window() / PARTS).max(1);
         let uncharged = mem::take(&mut self.uncharged).into_iter();
-        let counting = uncharged.filter(|owed| self.age(owed, now) < self.window);
+        let counting = uncharged.filter(|owed| self.age(owed, now) < self.window());
         let mut merged: Vec<_> = counting.collect();
         merged.dedup_by(|owed, last| {
             let is_near = owed.slot / near == last.slot / near;
