@@ -314,16 +314,21 @@ impl GrantHistory {
         // limits begin with what that limit has counted.
         let (longest, _) = spec.quota().longest();
         let longest = share.limits(longest, spec);
-        let oldest = self.store_time(now).saturating_sub(self.window) / self.width();
-        let recent = self.granted.iter().filter(|part| part.number >= oldest);
-        let counted = recent
-            .map(|part| (self.local_time(part.last), part.units))
-            .take_while(|(at, _)| *at <= now);
+        let (moment, width) = (self.store_time(now), self.width());
+        let recent = moment.saturating_sub(self.window) / width..=moment / width;
+        let counted = self
+            .granted
+            .iter()
+            .filter(|part| recent.contains(&part.number));
         let mut ledger = KeyLedger::new(Ledger::new(&longest, now));
         ledger.with(&longest, now, |ledger, now| {
-            for (at, units) in counted {
-                let age = now.saturating_sub(at.saturating_add(micros_up(*validity)));
-                ledger.charge(&longest, Charge::new(Duration::from_micros(age), units));
+            for part in counted {
+                // The last slots of the present part may lie ahead: these units count early.
+                let until = self
+                    .local_time(part.last)
+                    .saturating_add(micros_up(*validity));
+                let age = Duration::from_micros(now.saturating_sub(until));
+                ledger.charge(&longest, Charge::new(age, part.units));
             }
         });
         let ledger = StandaloneLedger::new(ledger, share, request, now);
@@ -362,7 +367,7 @@ mod tests {
 
     use super::*;
     use crate::quota::Quota;
-    use crate::store::{Demand, Grant, HoldState, LeaseRequest, SetQuota};
+    use crate::store::{Demand, Grant, HoldState, LeaseRequest, PeekRequest, SetQuota};
 
     const SLACK: Duration = Duration::from_millis(10);
 
@@ -445,6 +450,22 @@ mod tests {
         };
         assert!(asks(10 * second), "it applies");
         assert!(!asks(31 * second), "a use 31 s ago may have left it 29 s");
+    }
+
+    /// Fifty units of a hundred are used when the store fails, and one is booked ahead.
+    #[test]
+    fn a_slot_ahead_hides_no_units_used_before_it() {
+        let own = Arc::new(spec(Quota::per_hour(100)));
+        let (mut history, now) = (GrantHistory::default(), clock::now());
+        let mut granted = lease(&own, 50, None);
+        let mut ahead = Grant::new(1, 1, Duration::from_millis(5), SLACK);
+        ahead.slot = granted.now + 5000;
+        granted.grants.push(ahead);
+        history.record(&granted, &own, now, now);
+        let request = request(&own);
+        let ledger = standalone(&mut history, &request, now);
+        let peek = PeekRequest::new(Key::ALL, &own);
+        assert_eq!(ledger.usage(&peek, now).limits[0].used, 51);
     }
 
     /// What the store granted to a process that has just begun is a part of what others were granted before.
