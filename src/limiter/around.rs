@@ -115,10 +115,10 @@ pub(crate) fn forget_panic() {
     }
 }
 
-/// Returns why a request of the limiter of `own` is refused because of what is around it.
-pub(super) fn refusal(own: &Core) -> Option<Reason> {
+/// Returns why a request is refused because of what is around it.
+pub(super) fn refusal(parts: &[PartRef<'_>]) -> Option<Reason> {
     let around = valid_permit()?;
-    (!own.is_of_limiter_of(&around)).then_some(Reason::Inside)
+    (!are_of_limiter_of(parts, &around)).then_some(Reason::Inside)
 }
 
 /// The same for a request of a throttle.
@@ -134,13 +134,18 @@ fn valid_permit() -> Option<Arc<Core>> {
     core.has_rates().then_some(core)
 }
 
-/// Returns whether a request of the limiter of `own` is made inside of a call that has one of its in-flight slots.
-pub(super) fn is_nested(own: &Core) -> bool {
-    if own.in_flight.is_none() {
+/// Returns whether a request is made inside of a call that has an in-flight slot of one of its limiters.
+pub(super) fn is_nested(parts: &[PartRef<'_>]) -> bool {
+    if parts.iter().all(|part| part.core.in_flight.is_none()) {
         return false;
     }
     let around = request().and_then(|(core, _)| core.find());
-    around.is_some_and(|core| own.is_of_limiter_of(&core))
+    around.is_some_and(|core| are_of_limiter_of(parts, &core))
+}
+
+/// Returns whether a request is one of the limiter of `around`. A call of several limiters has the mark of one of them.
+fn are_of_limiter_of(parts: &[PartRef<'_>], around: &Core) -> bool {
+    parts.iter().any(|part| part.core.is_of_limiter_of(around))
 }
 
 /// Returns the request that is around the caller, if that is polled: its limiter, and from when on its permit was valid.

@@ -218,8 +218,7 @@ pub(super) fn bound_of(
         max_wait.unwrap_or_default(),
         least_wait.unwrap_or_default(),
     );
-    let is_nested = parts.iter().any(|part| around::is_nested(part.core));
-    bound.nested_if(is_nested, now)
+    bound.nested_if(around::is_nested(parts), now)
 }
 
 /// Enters a request for which no permits are at hand, a `suspect` if a key of it is under suspicion. `label` returns the

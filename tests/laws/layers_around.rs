@@ -183,9 +183,8 @@ async fn calls_long_after_the_outer_permit_pass() {
 }
 
 /// Calls that refresh their token through the layer that they came through.
-async fn refreshed(calls: usize, quota: Quota) -> (Vec<Result<(), BoxError>>, Duration) {
+async fn refreshed(calls: usize, limit: RateLimitLayer) -> (Vec<Result<(), BoxError>>, Duration) {
     let log = Log::default();
-    let limit = limit(quota);
     let refresh = boxed(limit.layer(upstream(&log)));
     let service = boxed(limit.layer(later(SECOND, later(Duration::ZERO, refresh))));
     let start = tokio::time::Instant::now();
@@ -197,14 +196,18 @@ async fn refreshed(calls: usize, quota: Quota) -> (Vec<Result<(), BoxError>>, Du
 
 #[tokio::test(start_paused = true)]
 async fn nested_calls_never_wait_for_an_outer_slot() {
-    for quota in [
-        Quota::in_flight(4),
-        Quota::in_flight(4).and(Quota::per_second(100)),
+    let calls = || limit(Quota::in_flight(4));
+    let rate = || limit(Quota::per_second(100));
+    for layer in [
+        calls(),
+        limit(Quota::in_flight(4).and(Quota::per_second(100))),
+        calls().and(rate()),
+        rate().and(calls()),
     ] {
-        let (done, took) = refreshed(1, quota).await;
+        let (done, took) = refreshed(1, layer.clone()).await;
         assert!(done[0].is_ok(), "{done:?}");
         assert!(took < 2 * SECOND, "{took:?}");
-        let (done, took) = refreshed(4, quota).await;
+        let (done, took) = refreshed(4, layer).await;
         assert!(took < 2 * SECOND, "{took:?}");
         let refused: Vec<_> = done.into_iter().filter_map(Result::err).collect();
         // A call that is refused ends, and so another one finds a slot.
@@ -219,7 +222,7 @@ async fn nested_calls_never_wait_for_an_outer_slot() {
         }
     }
     // A nested call of a limiter of rates waits, as any other.
-    let (done, took) = refreshed(2, Quota::per_second(1)).await;
+    let (done, took) = refreshed(2, limit(Quota::per_second(1))).await;
     assert!(done.iter().all(Result::is_ok), "{done:?}");
     assert!(took >= 3 * SECOND, "{took:?}");
 }

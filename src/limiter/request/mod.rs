@@ -311,7 +311,7 @@ impl Request {
         let refused = |part, reason| Err(NoSlot::Refused(reason, Refusal::NEVER).for_part(part));
         let LinePlace { costs, bound, .. } = &self.place;
         let needs_permit = costs.iter().any(|cost| *cost > 0);
-        if needs_permit && let Some(reason) = around::refusal(parts[0].core) {
+        if needs_permit && let Some(reason) = around::refusal(parts) {
             return refused(0, reason);
         }
         for (index, part) in parts.iter().enumerate() {
