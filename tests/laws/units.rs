@@ -818,3 +818,28 @@ async fn costs_above_the_limit_wait_for_all_of_it_or_are_refused() {
         Some(Reason::CostAboveLimit { .. })
     ));
 }
+
+/// They were refused, because their cost was above the limit. Requests that came later waited.
+#[tokio::test(start_paused = true)]
+async fn requests_wait_for_a_limit_that_is_lower_than_they_knew() {
+    let store = Arc::new(MemoryStore::default());
+    let process = || {
+        let builder = RateLimitLayer::builder(Quota::per_minute(100)).settle_by_hand();
+        let builder = builder.store(store.clone()).max_wait(10 * MINUTE);
+        builder.build().unwrap().limiter()
+    };
+    let (one, other) = (process(), process());
+    let acquire = |limiter: &Limiter, key| limiter.acquire(Key::new(key)).cost(80).into_future();
+    one.set_quota(Key::new("set"), Quota::per_minute(50))
+        .await
+        .unwrap();
+    drop(acquire(&other, "set").await.unwrap());
+
+    drop(acquire(&one, "later").await.unwrap().begin().unwrap());
+    let waits = tokio::spawn(acquire(&one, "later"));
+    sleep(Duration::from_secs(1)).await;
+    one.set_quota(Key::new("later"), Quota::per_minute(50))
+        .await
+        .unwrap();
+    drop(waits.await.unwrap().unwrap());
+}

@@ -204,11 +204,7 @@ impl Request {
                     }
                 }
                 WaitStage::Slots => match self.line.poll(&self.place, held_until, now, cx) {
-                    Poll::Ready(slots) => {
-                        let slots = slots?;
-                        self.stage = WaitStage::Nothing;
-                        self.got(slots)
-                    }
+                    Poll::Ready(ended) => self.line_ended(ended, now),
                     Poll::Pending => {
                         if !self.in_flight.is_empty() && !self.line.is_near(&self.place, now) {
                             self.give_up_in_flight_slots();
@@ -348,12 +344,40 @@ impl Request {
         let is_back = std::mem::replace(&mut self.is_back, true)
             || (self.waited_before && !self.line.has_place_on_hold());
         match self.line.enter(&mut self.place, is_back, held_until, now) {
-            Some(slots) => self.got(slots?),
+            Some(ended) => self.line_ended(ended, now),
             None => {
                 self.stage = WaitStage::Slots;
                 Poll::Pending
             }
         }
+    }
+
+    /// Goes on when the wait in the line has ended. The quota may be lower than this process knew: a request that waits for a
+    /// whole limit at most asks for no more than that.
+    fn line_ended(
+        &mut self,
+        ended: Result<Slots, Stopped>,
+        now: Instant,
+    ) -> Poll<Result<Leaving, Stopped>> {
+        let stopped = match ended {
+            Ok(slots) => {
+                self.stage = WaitStage::Nothing;
+                return self.got(slots);
+            }
+            Err(stopped) => stopped,
+        };
+        let Part { core, key, .. } = &self.line.parts()[stopped.part];
+        let cost = &mut self.place.costs[stopped.part];
+        let is_never = matches!(stopped.no_slot, NoSlot::TooLate(Refusal { wait: None, .. }));
+        let may_lower = is_never && core.settings.waits_above_limit;
+        let largest = core.largest_cost(*key);
+        if !may_lower || largest >= *cost {
+            return Poll::Ready(Err(stopped));
+        }
+        *cost = largest;
+        self.awaits_whole_limit = true;
+        self.again(None, now);
+        Poll::Pending
     }
 
     /// Leaves with slots that are due. Pending if it cannot leave with them: then it waits for something else.
