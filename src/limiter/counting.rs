@@ -17,7 +17,7 @@ use super::quotas::QuotaId;
 use crate::clock;
 use crate::events;
 use crate::key::{Key, Label};
-use crate::stats::{Engine, Flush, GateState, KeyCounts, KeyStats, Outcome, Stats, Tally};
+use crate::stats::{Engine, Flush, GateState, KeyCounts, KeyStats, Outcome, Stats, Tally, Waiting};
 
 impl Engine for Core {
     fn tally(&self) -> &Tally {
@@ -70,22 +70,18 @@ impl Engine for Core {
         }
     }
 
-    fn in_use(&self) -> Vec<(usize, u64, Key)> {
+    fn in_use(&self) -> Vec<(Key, u64)> {
         let (_, unlocked_units) = self.states.unlocked_counts_of_state();
         let mut all = Vec::new();
         self.states.for_each(|key, state| {
             let unlocked = if key == Key::ALL { unlocked_units } else { 0 };
-            all.push((state.waiting(), state.counts.units() + unlocked, key));
+            all.push((key, state.counts.units() + unlocked));
         });
         all
     }
 
-    fn key_stats(&self, key: Key) -> Option<KeyStats> {
+    fn key_stats(&self, key: Key, waiting: &Waiting) -> Option<KeyStats> {
         let now = clock::now();
-        let in_flight_waiting = self
-            .in_flight
-            .as_ref()
-            .map(|calls| calls.waiting(self.whole(key)));
         let (unlocked, unlocked_units) = match key {
             Key::ALL => self.states.unlocked_counts_of_state(),
             _ => (0, 0),
@@ -96,7 +92,7 @@ impl Engine for Core {
             KeyStats {
                 name: key_name(self, key, state),
                 counted,
-                waiting: state.waiting() + in_flight_waiting.unwrap_or(0),
+                waiting: waiting.of(key),
                 held: state.hold.left(now),
             }
         })

@@ -161,20 +161,18 @@ async fn read_one(core: &Core, key: Key) -> Result<KeyStatus, StoreError> {
     let unit = core.unit_name();
     limits.iter_mut().for_each(|usage| usage.unit = unit);
     let now = clock::now();
-    let in_flight = core.in_flight.as_ref();
     let mut status = KeyStatus {
         quota_source: QuotaSource::Builder,
         limits,
         free,
         next_slot,
-        waiting: in_flight.map_or(0, |calls| calls.waiting(core.whole(key))),
+        waiting: core.settings.tally.waiting_of(key).0,
         held: Some(hold.remaining).filter(|left| !left.is_zero()),
         learned: Vec::new(),
         degraded,
     };
     let stated = core.states.read(key, |state| {
         status.free = free.saturating_add(u64::from(state.at_hand(now)));
-        status.waiting += state.waiting();
         status.held = status.held.max(state.hold.left(now));
         status.learned = state.limits.learned(now);
         state.limits.quota_id()

@@ -80,7 +80,7 @@ pub(crate) use open_request::OpenRequest;
 #[cfg(feature = "metrics")]
 pub(crate) use registry::all_but_noted;
 pub(crate) use registry::{Engine, Flush, register, unregister};
-pub(crate) use tally::{Tally, is_series_name};
+pub(crate) use tally::{Tally, Waiting, is_series_name};
 #[cfg(any(feature = "grpc", feature = "tracing"))]
 pub(crate) use values::name_of_reason;
 pub use values::{Cause, Counts, KeyStats, Requests, Stats};

@@ -12,7 +12,7 @@ use super::exporter::{is_noting, note_dropped};
 use super::key_counts::KeyCounts;
 #[cfg(feature = "metrics")]
 use super::labelled_keys::WithKeys;
-use super::tally::Tally;
+use super::tally::{Tally, Waiting};
 use super::values::{Cause, KeyStats, Outcome, Stats};
 use crate::error::{Limited, StoreError};
 use crate::events;
@@ -90,21 +90,28 @@ pub(crate) trait Engine: Send + Sync {
         events::held(self.tally(), &self.label_of(key), left, cause);
     }
 
-    /// Returns the keys with state: how many requests of each wait, and its units.
-    fn in_use(&self) -> Vec<(usize, u64, Key)>;
+    /// Returns the keys with state, and their units.
+    fn in_use(&self) -> Vec<(Key, u64)>;
 
     /// Returns up to `most` keys: those with the most requests that wait, then those with the most units.
-    fn busiest(&self, most: usize) -> Vec<Key> {
-        busiest_of(self.in_use(), most)
+    fn busiest(&self, most: usize, waiting: &Waiting) -> Vec<Key> {
+        let keys = self.in_use().into_iter();
+        busiest_of(
+            keys.map(|(key, units)| (waiting.of(key), units, key))
+                .collect(),
+            most,
+        )
     }
 
     /// Returns the stats of a key. `None` if it has no state.
-    fn key_stats(&self, key: Key) -> Option<KeyStats>;
+    fn key_stats(&self, key: Key, waiting: &Waiting) -> Option<KeyStats>;
 
     /// Returns the stats of the busiest keys.
     fn busiest_stats(&self, most: usize) -> Vec<KeyStats> {
-        let keys = self.busiest(most).into_iter();
-        keys.filter_map(|key| self.key_stats(key)).collect()
+        let waiting = self.tally().waiting_by_key();
+        let keys = self.busiest(most, &waiting).into_iter();
+        keys.filter_map(|key| self.key_stats(key, &waiting))
+            .collect()
     }
 
     /// Returns the stats, and the series of the keys that have metrics of their own.
@@ -112,7 +119,11 @@ pub(crate) trait Engine: Send + Sync {
     fn with_keys(&self) -> WithKeys {
         // The keys first: they have not counted more than the gate.
         let labelled = self.tally().labelled();
-        let keys = labelled.read(|key| self.key_stats(key), |most| self.busiest(most));
+        let waiting = self.tally().waiting_by_key();
+        let keys = labelled.read(
+            |key| self.key_stats(key, &waiting),
+            |most| self.busiest(most, &waiting),
+        );
         (self.stats(), keys)
     }
 

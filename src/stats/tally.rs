@@ -99,6 +99,15 @@ struct OpenWait {
     waker: Option<Waker>,
 }
 
+/// How many requests of each key wait, whatever they wait for.
+pub(crate) struct Waiting(HashMap<Key, usize>);
+
+impl Waiting {
+    pub(crate) fn of(&self, key: Key) -> usize {
+        self.0.get(&key).copied().unwrap_or_default()
+    }
+}
+
 /// The refusals of one key.
 struct Flood {
     /// When a refusal was reported last.
@@ -352,6 +361,14 @@ impl Tally {
         let waiting = lock(&self.waiting);
         let of_key = waiting.values().filter(|open| open.key == key);
         (of_key.clone().count(), oldest(of_key))
+    }
+
+    pub(super) fn waiting_by_key(&self) -> Waiting {
+        let mut by_key = HashMap::new();
+        for open in lock(&self.waiting).values() {
+            *by_key.entry(open.key).or_default() += 1;
+        }
+        Waiting(by_key)
     }
 
     /// Wakes the tasks of all requests that wait.

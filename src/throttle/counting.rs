@@ -12,7 +12,7 @@ use crate::clock;
 use crate::cost::Cost;
 use crate::key::{Key, Label};
 use crate::stats::{
-    Engine, Flush, GateState, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally,
+    Engine, Flush, GateState, InFlightStats, KeyCounts, KeyStats, PaceStats, Stats, Tally, Waiting,
     unregister,
 };
 
@@ -60,15 +60,15 @@ impl Engine for ThrottleCore {
         self.tally().stats(counted, Cost::REQUESTS, gate, now)
     }
 
-    fn in_use(&self) -> Vec<(usize, u64, Key)> {
+    fn in_use(&self) -> Vec<(Key, u64)> {
         let mut all = Vec::new();
         self.keys.for_each(|key, waiters| {
-            all.push((waiters.queue.waiting(), waiters.counts.units(), key));
+            all.push((key, waiters.counts.units()));
         });
         all
     }
 
-    fn key_stats(&self, key: Key) -> Option<KeyStats> {
+    fn key_stats(&self, key: Key, waiting: &Waiting) -> Option<KeyStats> {
         let now = clock::now();
         self.find(key, |waiters| KeyStats {
             name: match waiters.counts.name() {
@@ -76,7 +76,7 @@ impl Engine for ThrottleCore {
                 None => (*self.label(key, None)).into(),
             },
             counted: waiters.counts.counted(),
-            waiting: waiters.queue.waiting(),
+            waiting: waiting.of(key),
             held: held(waiters, now),
         })
     }

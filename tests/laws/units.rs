@@ -280,6 +280,8 @@ async fn requests_of_several_units_leave_when_a_hold_is_released() {
             .collect();
         let start = Instant::now();
         sleep(Duration::from_secs(1)).await;
+        assert_eq!(limiter.peek(Key::ALL).await.unwrap().waiting, 3);
+        assert_eq!(limiter.busiest(1)[0].waiting(), 3);
         limiter.release(Key::ALL).await.unwrap();
         for wait in waits {
             drop(wait.await.unwrap().unwrap());
