@@ -256,7 +256,10 @@ pub(crate) fn slow(
             Admission::Go(taken)
         }
         Poll::Ready(Err(stopped)) => {
-            let limited = request.error_of(stopped, &label(), None, now);
+            let label = label();
+            let limited = request.error_of(stopped, &label, None, now);
+            // The error may name another key.
+            core.note_label(entry.key, &label);
             core.refused(Some(entry.key), &limited);
             Admission::No(limited)
         }

@@ -53,7 +53,7 @@ impl<G: Engine> OpenRequest<G> {
         span: WaitSpan,
     ) -> Self {
         events::waiting(label, queued);
-        gate.visit_counts(key, &mut |counts| counts.note_label(label));
+        gate.note_label(key, label);
         OpenRequest::new(gate, key, since, span)
     }
 

@@ -57,6 +57,11 @@ pub(crate) trait Engine: Send + Sync {
     /// Notes units of a permit of `key` that was given back, if they are counted for the key outside of its state.
     fn given_back_elsewhere(&self, _key: Key, _units: u64) {}
 
+    /// Keeps the label of a key as its name, if it has none.
+    fn note_label(&self, key: Key, label: &str) {
+        self.visit_counts(key, &mut |counts| counts.note_label(label));
+    }
+
     /// Counts a request that is refused, of `key` if it has one, and reports it.
     fn refused(&self, key: Option<Key>, limited: &Limited) {
         let outcome = self.tally().refusal(limited);

@@ -371,6 +371,28 @@ async fn one_key_cannot_be_counted_twice() {
     assert_eq!(limiter.peek(Key::ALL).await.unwrap().free, 30);
 }
 
+/// The first key had the name of the one that refused its first request.
+#[tokio::test(start_paused = true)]
+async fn no_key_is_named_after_the_key_that_refuses() {
+    let limiter = |quota| {
+        let builder = RateLimitLayer::builder(quota).max_wait(Duration::ZERO);
+        builder.build().unwrap().limiter()
+    };
+    let (user, channel) = (
+        limiter(Quota::per_minute(30)),
+        limiter(Quota::per_minute(1)),
+    );
+    let both = |name| {
+        user.acquire(Key::new(name))
+            .and(channel.acquire(Key::new("17")))
+    };
+    drop(both("one").await.unwrap().begin());
+    let refused = both("other").await.unwrap_err();
+    let keys = user.busiest(2);
+    let names: Vec<_> = keys.iter().map(|key| key.name()).collect();
+    assert!(!names.contains(&refused.report().key()), "{names:?}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn errors_name_the_limit_that_refuses() {
     let service = bot(Duration::ZERO).layer(upstream(&Log::default()));
