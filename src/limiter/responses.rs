@@ -72,19 +72,16 @@ impl AnsweredCall<'_> {
         let limited = signal.refusal().is_some();
         let is_accepted = !limited && !self.is_bad;
         let of_kind = self.kind.map(|kind| hold.of_kind(kind));
-        for held in std::iter::once(hold).chain(of_all).chain(of_kind) {
-            let is_released = core.with_state(held, now, |state, ctx| {
-                is_accepted && self.accept(core, state, ctx)
-            });
-            if is_released == Some(true) {
-                // The probe was accepted, so the other requests may leave, in all processes, unless another one was
-                // refused meanwhile. The answer of the store is not needed.
-                let Settings { store, .. } = &core.settings;
-                let accepted = Change::Hold {
-                    hold: HoldState::default(),
-                    remaining: None,
-                };
-                drop(store.change(held, &core.terms(held), accepted));
+        if is_accepted {
+            for held in std::iter::once(hold).chain(of_all).chain(of_kind) {
+                self.accepted(core, held, now);
+            }
+            if core.is_divided() {
+                // The refusals of one class hold the others, too, so what is accepted counts for all of them.
+                for (core, key) in core.all_parts(key) {
+                    let hold = core.hold_key(key, self.admitted.host);
+                    core.with_state(hold, now, |state, _| state.hold.accepts_others(sent));
+                }
             }
         }
         self.learn(core, signal, now);
@@ -114,6 +111,22 @@ impl AnsweredCall<'_> {
             }
         }
         core.with_state(key, now, KeyState::pass_on);
+    }
+
+    /// Takes in that the upstream has accepted the request, which obeys the holds of `held`.
+    fn accepted(&self, core: &Arc<Core>, held: Key, now: Instant) {
+        let accept = |state: &mut KeyState, ctx: &mut KeyContext<'_>| self.accept(core, state, ctx);
+        if core.with_state(held, now, accept) != Some(true) {
+            return;
+        }
+        // The probe was accepted, so the other requests may leave, in all processes, unless another one was refused
+        // meanwhile. The answer of the store is not needed.
+        let accepted = Change::Hold {
+            hold: HoldState::default(),
+            remaining: None,
+        };
+        let Settings { store, .. } = &core.settings;
+        drop(store.change(held, &core.terms(held), accepted));
     }
 
     /// Takes in that the upstream has accepted the request, in the state of a key whose holds it obeys. Returns whether that

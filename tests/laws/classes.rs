@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::join_all;
-use http::Request;
+use http::{Request, Response};
 use over::over;
 use proptest::prelude::*;
 use remote::Remote;
@@ -757,4 +757,27 @@ async fn classes_that_settle_wait_for_their_slots() {
         drop(acquire().await.unwrap());
     }
     assert!(start.elapsed() < ms(61_000), "{:?}", start.elapsed());
+}
+
+/// Each class counted all refusals, but of the accepted requests only its own. So the holds of a class that rests doubled.
+#[tokio::test(start_paused = true)]
+async fn holds_of_a_class_that_rests_do_not_double() {
+    let builder = RateLimitLayer::builder(Quota::per_second(50));
+    let builder = builder.share("web", 50).share("cron", 10);
+    let limiter = builder
+        .max_wait(Duration::from_secs(60))
+        .build()
+        .unwrap()
+        .limiter();
+    for _ in 0..6 {
+        for status in [200, 200, 429] {
+            sleep(Duration::from_secs(15)).await;
+            let response = Response::builder().status(status).body(()).unwrap();
+            let permit = limiter.acquire(K).class("web").await.unwrap();
+            permit.begin().unwrap().answered(&Signal::read(&response));
+        }
+    }
+    let start = Instant::now();
+    drop(limiter.acquire(K).class("cron").await.unwrap());
+    assert!(start.elapsed() < ms(1500), "{:?}", start.elapsed());
 }

@@ -463,6 +463,13 @@ impl KeyHold {
         is_released
     }
 
+    /// Takes in that the upstream accepted a request of another class, sent at `sent`.
+    pub(in crate::limiter) fn accepts_others(&mut self, sent: Instant) {
+        if let Some(details) = &mut self.details {
+            details.refusals.accepted(sent);
+        }
+    }
+
     /// Returns which requests may leave. During a hold this may be a probe: no request leaves all the same, because the
     /// permits from before its end were withdrawn.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
