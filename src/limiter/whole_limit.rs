@@ -4,6 +4,7 @@
 //! So each settlement wakes these requests, and the layer estimates them anew. Otherwise ten requests with a wrong first
 //! estimate would take ten windows.
 
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 use std::task::{Context, Waker};
 
@@ -12,35 +13,24 @@ use crate::locks::lock;
 
 /// The requests of a limiter that wait for a whole limit, with their tasks.
 #[derive(Debug, Default)]
-pub(super) struct WholeLimit(Mutex<Vec<(Number, Waker)>>);
+pub(super) struct WholeLimit(Mutex<BTreeMap<Number, Waker>>);
 
 impl WholeLimit {
     /// Wakes the task of a request at the next settlement. Returns whether its task was not to be woken
     /// yet: at the first call, and after each settlement.
     pub(super) fn watch(&self, number: Number, cx: &Context<'_>) -> bool {
-        self.change(|waiting| {
-            let watched = waiting.iter_mut().find(|(other, _)| *other == number);
-            if let Some((_, waker)) = watched {
-                waker.clone_from(cx.waker());
-                return false;
-            }
-            waiting.push((number, cx.waker().clone()));
-            true
-        })
+        let waker = cx.waker().clone();
+        lock(&self.0).insert(number, waker).is_none()
     }
 
     /// Forgets a request that waits no longer.
     pub(super) fn forget(&self, number: Number) {
-        self.change(|waiting| waiting.retain(|(other, _)| *other != number));
+        lock(&self.0).remove(&number);
     }
 
     /// Wakes all of them, because a request was settled.
     pub(super) fn settled(&self) {
-        let waiting = self.change(std::mem::take);
-        waiting.into_iter().for_each(|(_, waker)| waker.wake());
-    }
-
-    fn change<T>(&self, act: impl FnOnce(&mut Vec<(Number, Waker)>) -> T) -> T {
-        act(&mut lock(&self.0))
+        let waiting = std::mem::take(&mut *lock(&self.0));
+        waiting.into_values().for_each(Waker::wake);
     }
 }

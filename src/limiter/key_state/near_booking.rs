@@ -3,8 +3,8 @@
 //! A slot that is booked far ahead is computed from what is used now. If a request then costs less
 //! than its estimate, units become free, but the slots that are booked already do not move, and these
 //! units stay unused. So if a limiter [settles](crate::RateLimitBuilder::settle), the store grants
-//! only slots that are near. It is asked again when the next slot may be near, or when units came
-//! back.
+//! only slots that are near. It is asked again when the next slot may be near, and for requests of one key when
+//! units came back.
 //!
 //! Requests of one process still leave in order. Between processes there is no order: requests of
 //! low cost of another process may take all that becomes free. So if a remote store has granted
