@@ -19,7 +19,9 @@ impl StoreListener for Core {
             StoreEvent::Hold(held) => holds::adopt_published(core, key, held),
             StoreEvent::RemainingFell { writes } => {
                 core.with_state(key, clock::now(), |state, ctx| {
-                    state.remaining_fell(ctx, writes)
+                    if state.store.is_behind(writes) {
+                        state.tighten(ctx);
+                    }
                 });
             }
             StoreEvent::EventsMissed => events_missed(core, false),

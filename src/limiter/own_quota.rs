@@ -70,7 +70,10 @@ pub(super) fn learn(core: &Arc<Core>, key: Key, signal: Option<&Signal>, now: In
         return;
     }
     let learned = core.with_state(key, now, |state, ctx| {
-        state.learn_limits(*learn, spec, signal, ctx)
+        if let Some(signal) = signal {
+            state.limits.state(*learn, spec, signal, ctx);
+        }
+        state.limits.start_learning(*learn, spec, ctx.now)
     });
     let Some(learned) = learned.flatten() else {
         return;

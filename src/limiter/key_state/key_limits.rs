@@ -232,7 +232,7 @@ impl KeyLimits {
     }
 
     /// Takes in the limits that a response states.
-    pub(super) fn state(
+    pub(in crate::limiter) fn state(
         &mut self,
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,
@@ -257,7 +257,7 @@ impl KeyLimits {
 
     /// Returns the quota that the store has to learn now, so that the stated limits apply besides or
     /// instead of the quota of the key. `None` if there is nothing to learn.
-    pub(super) fn start_learning(
+    pub(in crate::limiter) fn start_learning(
         &mut self,
         trust: HeaderTrust,
         configured: &Arc<LimitSpec>,

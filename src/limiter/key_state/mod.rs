@@ -58,7 +58,6 @@ mod ticket;
 mod timer;
 mod upstream_refusals;
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
@@ -90,7 +89,6 @@ pub(super) use loans::Lent;
 pub(super) use outlook::Outlook;
 pub(super) use quota_match::{counts, is_of_use, names_unit, states_limit_of};
 use remaining::{RemainingTracker, Sendable};
-pub(super) use stated_limits::LearnedQuota;
 pub use stated_limits::{HeaderTrust, StatedLimit};
 pub(super) use stated_parts::{JoinedRound, OWN_PART, WholeLimits, fresh_for};
 use store_view::{Observed, StoreView, slot};
@@ -200,21 +198,6 @@ impl KeyState {
             ctx.work.begins_delay = true;
         }
         self.give_back_now(ctx, &unused);
-    }
-
-    /// Takes in the limits that a response states, if there is one. Returns the quota that the store has
-    /// to learn now, so that they apply.
-    pub(super) fn learn_limits(
-        &mut self,
-        trust: HeaderTrust,
-        configured: &Arc<LimitSpec>,
-        signal: Option<&Signal>,
-        ctx: &mut KeyContext<'_>,
-    ) -> Option<LearnedQuota> {
-        if let Some(signal) = signal {
-            self.limits.state(trust, configured, signal, ctx);
-        }
-        self.limits.start_learning(trust, configured, ctx.now)
     }
 
     /// Puts a key that has just got its state on hold, because the guard stops it.
@@ -683,15 +666,6 @@ impl KeyState {
             self.inquire(ctx);
         } else {
             self.step(ctx, None);
-        }
-    }
-
-    /// Takes in an event: another process stated to the store that fewer units of a limit are left.
-    /// `writes` is how often the state in the store had been written then. Does nothing if this
-    /// process has a later reply.
-    pub(super) fn remaining_fell(&mut self, ctx: &mut KeyContext<'_>, writes: u64) {
-        if self.store.is_behind(writes) {
-            self.tighten(ctx);
         }
     }
 

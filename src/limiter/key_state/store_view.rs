@@ -189,7 +189,7 @@ impl StoreView {
     }
 
     /// Returns whether the state in the store was written more often than its last answer stated.
-    pub(super) fn is_behind(&self, writes: u64) -> bool {
+    pub(in crate::limiter) fn is_behind(&self, writes: u64) -> bool {
         self.session()
             .is_some_and(|session| session.writes() < writes)
     }
