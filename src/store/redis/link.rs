@@ -95,8 +95,6 @@ pub(super) struct Link {
     state: watch::Sender<LinkState>,
     /// Whether there has been a connection. Until then, none was lost.
     was_up: AtomicBool,
-    /// Notified when a command finds that the connection is broken.
-    broken: Notify,
     /// When a command was last sent.
     used_at: Mutex<Instant>,
     /// Whether a call has succeeded on the present connection.
@@ -122,7 +120,6 @@ impl Link {
             factory,
             state,
             was_up: AtomicBool::new(false),
-            broken: Notify::new(),
             used_at: Mutex::new(clock::now()),
             has_worked: AtomicBool::new(false),
         }
@@ -171,7 +168,7 @@ impl Link {
     async fn until_broken(self: &Arc<Self>) {
         loop {
             tokio::select! {
-                () = self.broken.notified() => return,
+                () = self.until_down() => return,
                 () = clock::sleep_until(self.quiet_at()) => {}
             }
             if clock::now() >= self.quiet_at() {
@@ -277,14 +274,11 @@ impl Link {
             Err(_) => self.silent(self.links.store_timeout),
         };
         let had_time = deadline.saturating_duration_since(sent) >= self.links.store_timeout / 2;
-        if failure.breaks()
-            && (had_time || !failure.is_silent())
-            && self.give_up(
+        if failure.breaks() && (had_time || !failure.is_silent()) {
+            self.give_up(
                 |state| matches!(state, LinkState::Up(_, up) if *up == number),
                 &failure,
-            )
-        {
-            self.broken.notify_one();
+            );
         }
         Err(failure)
     }
@@ -309,8 +303,8 @@ impl Link {
     }
 
     /// If `condition` holds for the state, marks the link as down. Calls then fail at once, until
-    /// there is a new connection. Returns whether `condition` held.
-    fn give_up(&self, condition: impl Fn(&LinkState) -> bool, failure: &RedisFailure) -> bool {
+    /// there is a new connection.
+    fn give_up(&self, condition: impl Fn(&LinkState) -> bool, failure: &RedisFailure) {
         let error = failure.to_error();
         let gave_up = self.state.send_if_modified(|state| {
             let breaks = condition(state);
@@ -320,10 +314,9 @@ impl Link {
             breaks
         });
         if gave_up {
-            self.report(&error);
             self.links.broke.notify_one();
+            self.report(&error);
         }
-        gave_up
     }
 
     /// Reports that there is no connection.
@@ -430,13 +423,19 @@ mod tests {
     /// Collects the texts of events.
     #[cfg(feature = "tracing")]
     #[derive(Clone, Default)]
-    struct Texts(Arc<Mutex<Vec<String>>>);
+    struct Texts {
+        texts: Arc<Mutex<Vec<String>>>,
+        /// Whether to panic when a connection is lost.
+        panics: bool,
+    }
 
     #[cfg(feature = "tracing")]
     impl tracing::field::Visit for Texts {
         fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
             if field.name() == "message" {
-                self.0.lock().unwrap().push(format!("{value:?}"));
+                let text = format!("{value:?}");
+                assert!(!self.panics || !text.contains("lost"), "panics");
+                self.texts.lock().unwrap().push(text);
             }
         }
     }
@@ -490,7 +489,7 @@ mod tests {
         clock::sleep(Duration::from_secs(60)).await;
         network.forgets_all.store(true, Ordering::Relaxed);
         assert!(!replies(&link).await);
-        let mut texts = std::mem::take(&mut *texts.0.lock().unwrap());
+        let mut texts = std::mem::take(&mut *texts.texts.lock().unwrap());
         texts.dedup();
         let expected = [
             "the store cannot be reached yet; trying again",
@@ -498,6 +497,26 @@ mod tests {
             "connection to the store lost; reconnecting",
         ];
         assert_eq!(texts, expected);
+    }
+
+    #[cfg(feature = "tracing")]
+    #[tokio::test(start_paused = true)]
+    async fn subscribers_that_panic_prevent_no_new_connection() {
+        let texts = Texts {
+            panics: true,
+            ..Texts::default()
+        };
+        let _panics = tracing::subscriber::set_default(texts.clone());
+        let _other = tracing::Dispatch::new(texts);
+        let network = Arc::new(Network::default());
+        let link = network.link();
+        assert!(replies(&link).await);
+        network.forgets_all.store(true, Ordering::Relaxed);
+        let call = link.clone();
+        let panicked = tokio::spawn(async move { replies(&call).await }).await;
+        assert!(panicked.is_err());
+        clock::sleep(Duration::from_secs(10)).await;
+        assert!(replies(&link).await);
     }
 
     #[tokio::test(start_paused = true)]
