@@ -197,8 +197,15 @@ impl Link {
         let mut connecting = JoinSet::new();
         connecting.spawn(async move {
             let connection = (link.factory)().await?;
-            connection.send(redis::cmd("PING").into()).await?;
-            Ok::<_, RedisError>(connection)
+            // A server that replies later than to a call is of no use yet: each caller would wait in vain. It is asked
+            // again on the same connection. To make another one costs an overloaded server more.
+            loop {
+                let sent = clock::now();
+                connection.send(redis::cmd("PING").into()).await?;
+                if clock::now() <= link.links.deadline_of(sent) {
+                    return Ok::<_, RedisError>(connection);
+                }
+            }
         });
         let soon = self.links.store_timeout.min(LONGEST_CONNECTING);
         let mut made = timeout(soon, connecting.join_next()).await;
@@ -212,7 +219,10 @@ impl Link {
             Ok(Some(Ok(Err(error)))) => Err(self.away(error)),
             Ok(Some(Err(panicked))) => Err(self.away(panicked)),
             Ok(None) | Err(_) => {
-                Err(self.away(format!("no connection within {LONGEST_CONNECTING:?}")))
+                let soon = self.links.store_timeout;
+                Err(self.away(format!(
+                    "no connection within {LONGEST_CONNECTING:?} that replies within {soon:?}"
+                )))
             }
         }
     }
@@ -497,6 +507,35 @@ mod tests {
             "connection to the store lost; reconnecting",
         ];
         assert_eq!(texts, expected);
+    }
+
+    /// Each call would wait for `store_timeout`, and be executed for nobody.
+    #[tokio::test(start_paused = true)]
+    async fn a_server_slower_than_a_call_is_not_back() {
+        let connections = Arc::new(AtomicUsize::new(0));
+        let made = connections.clone();
+        let factory: Factory = Arc::new(move || {
+            made.fetch_add(1, Ordering::Relaxed);
+            let send = Arc::new(move |_| {
+                let late = clock::sleep(2 * TIMEOUT);
+                Box::pin(async {
+                    late.await;
+                    Ok(Value::Okay)
+                }) as _
+            });
+            Box::pin(std::future::ready(Ok(Connection { send, database: 0 }))) as _
+        });
+        let tally = Arc::new(StoreTally::new("test"));
+        let link = Arc::new(Link::new(None, factory, Links::new(TIMEOUT, tally)));
+        tokio::spawn(link.clone().keep());
+        let start = clock::now();
+        for _ in 0..600 {
+            assert!(!replies(&link).await);
+            clock::sleep(Duration::from_millis(100)).await;
+        }
+        assert!(connections.load(Ordering::Relaxed) < 20);
+        let waited = clock::now() - start - Duration::from_secs(60);
+        assert!(waited < TIMEOUT + Duration::from_secs(1), "{waited:?}");
     }
 
     #[cfg(feature = "tracing")]
