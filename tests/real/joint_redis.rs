@@ -293,6 +293,10 @@ async fn errors_of_one_key_do_not_concern_the_others() {
     let () = server.command(&["SET", &names[0], &"\u{7f}".repeat(200)]);
     drop(acquire(&open, &keys).await.unwrap());
     assert_eq!(used(&open[0], keys[0]).await, 1, "this key is counted");
+    let stats = store.stats();
+    let (_, joint) = stats.by_call().find(|(kind, _)| *kind == "joint").unwrap();
+    let failed = joint.by_result().find(|(result, _)| *result == "failed");
+    assert_eq!(failed, Some(("failed", 1)), "{stats:?}");
 
     let closed = limiters(&store, &quotas, LONG, OnStoreError::FailClosed);
     let refused = acquire(&closed, &keys).await.unwrap_err();

@@ -24,7 +24,16 @@ pub(super) async fn run(client: &Client, mut calls: Vec<KeyCall>) {
     if calls.len() > 1 && client.decides_jointly.load(Ordering::Relaxed) {
         let keys = calls.len();
         let ran = run_script(client, CallKind::Joint, &calls).await;
-        let ran = ran.and_then(|reply| codec::read_joint(&reply, keys).map_err(StoreError::failed));
+        let ran = ran.and_then(|reply| {
+            let replies = codec::read_joint(&reply, keys);
+            let are_read = replies
+                .as_ref()
+                .is_ok_and(|replies| replies.iter().all(Result::is_ok));
+            if !are_read {
+                client.backend.links.tally.of_no_use(CallKind::Joint);
+            }
+            replies.map_err(StoreError::failed)
+        });
         match ran {
             Ok(replies) => {
                 for (call, reply) in calls.into_iter().zip(replies) {
