@@ -28,7 +28,7 @@ use crate::rng::{Backoff, dice};
 use crate::store::{Claim, StoreEvent, StoreListener};
 use flush::Flush;
 use holder::Holder;
-use sessions::FormerSessions;
+use sessions::LastSessions;
 
 /// The longest pause between two attempts while Redis cannot be reached.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
@@ -50,8 +50,8 @@ pub(super) struct Claims {
     holders: HashMap<u64, Holder>,
     /// When each holder is due next, in order. A holder's own copy is [`Holder::timer`].
     timers: BTreeSet<(Instant, u64)>,
-    /// The sessions of keys that no holder of this process claims any more.
-    former: FormerSessions,
+    /// What this process knows of the keys that it has claimed lately.
+    last_sessions: LastSessions,
     /// The claims without a reply yet, by the number of the holder.
     pending: JoinSet<(u64, Result<ClaimReply, StoreError>)>,
     /// Whether this process receives messages about the claims of other processes.
@@ -74,7 +74,7 @@ impl Claims {
             instance,
             holders: HashMap::new(),
             timers: BTreeSet::new(),
-            former: FormerSessions::new(),
+            last_sessions: LastSessions::new(),
             pending: JoinSet::new(),
             is_subscribed: false,
             is_warned: false,
@@ -90,9 +90,9 @@ impl Claims {
         self.wake(clock::now());
         let id = claim.holder;
         let name: Arc<str> = name.into();
-        let former = &mut self.former;
+        let last_sessions = &self.last_sessions;
         let holder = self.holders.entry(id).or_insert_with(|| {
-            let session = former.take(&name);
+            let session = last_sessions.get(&name);
             Holder::new(name, listener, session)
         });
         if claim.number <= holder.claim.number {
@@ -252,7 +252,9 @@ impl Claims {
                     self.is_warned = true;
                     events::store_cannot_tell();
                 }
-                holder.on_reply(sent, claim, &reply, now, self.is_subscribed)
+                let pause = holder.on_reply(sent, claim, &reply, now, self.is_subscribed);
+                self.last_sessions.keep(holder);
+                pause
             }
             Err(error) => {
                 holder.on_error(&claim, now);
@@ -279,17 +281,14 @@ impl Claims {
         } else if holder.claim.is_over() && holder.backoff.is_none() {
             match holder.late_until(now) {
                 None => self.forget(id),
-                Some(until) => {
-                    self.former.keep(holder);
-                    self.set_timer(id, until);
-                }
+                Some(until) => self.set_timer(id, until),
             }
         } else {
             self.set_timer(id, clock::after(now, pause));
         }
     }
 
-    /// Removes a holder. Its session with the key is kept for the next holder.
+    /// Removes a holder.
     fn forget(&mut self, id: u64) {
         let Some(holder) = self.holders.remove(&id) else {
             return;
@@ -297,7 +296,6 @@ impl Claims {
         if let Some(timer) = holder.timer {
             self.timers.remove(&(timer, id));
         }
-        self.former.keep(&holder);
     }
 
     /// Returns whether no claim is pending, and no holder is about to leave.
@@ -325,6 +323,7 @@ impl Claims {
         };
         if let Some(holder) = self.holders.get_mut(&id) {
             holder.on_message(state);
+            self.last_sessions.keep(holder);
         }
     }
 

@@ -1,4 +1,4 @@
-//! The sessions of keys that no holder of this process claims any more.
+//! The last session of each key, for the next holder of this process.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,27 +10,27 @@ use crate::store::StoreSession;
 const SMALLEST_SWEEP: usize = 64;
 
 /// Sessions by the name of the state in Redis. With them, a new holder finds out that a server has
-/// lost the state of other processes.
-pub(super) struct FormerSessions {
+/// lost the state of other holders.
+pub(super) struct LastSessions {
     sessions: HashMap<Arc<str>, StoreSession>,
     /// At this many, sessions that are of no more use are dropped.
     sweep_at: usize,
 }
 
-impl FormerSessions {
+impl LastSessions {
     pub(super) fn new() -> Self {
-        FormerSessions {
+        LastSessions {
             sessions: HashMap::new(),
             sweep_at: SMALLEST_SWEEP,
         }
     }
 
-    /// Removes the session of a state, for a new holder.
-    pub(super) fn take(&mut self, name: &Arc<str>) -> Option<StoreSession> {
-        self.sessions.remove(name)
+    /// Returns the session of a state, for a new holder.
+    pub(super) fn get(&self, name: &str) -> Option<StoreSession> {
+        self.sessions.get(name).copied()
     }
 
-    /// Keeps the session of a holder that leaves, if it has one.
+    /// Keeps the session of a holder, if it has one.
     pub(super) fn keep(&mut self, holder: &Holder) {
         if let Some(session) = holder.session {
             self.sessions.insert(holder.name.clone(), session);

@@ -134,3 +134,23 @@ async fn claims_expire_while_the_machine_sleeps() {
         assert_eq!(listener.0.load(Ordering::Relaxed), expected, "{slept} s");
     }
 }
+
+/// Redis may lose its data while one limiter has all calls in flight. The first claim of another limiter of the process
+/// has to show that.
+#[tokio::test(start_paused = true)]
+async fn new_holders_know_what_present_holders_know() {
+    let (backend, _received) = backend(0);
+    tokio::spawn(backend.clone().keep());
+    let script = Arc::new(Script::new(CallKind::InFlight));
+    let mut claims = Claims::new(backend, script, 1);
+    let mut claim = Claim::new(Key::ALL, 5, 1);
+    (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
+    claims.claim("key".into(), claim, Arc::new(Unconcerned));
+    let (id, reply) = claims.next_reply().await.unwrap();
+    claims.on_reply(id, reply);
+    claim.holder = 6;
+    claims.claim("key".into(), claim, Arc::new(Unconcerned));
+    let [present, new] = [5, 6].map(|id| claims.holders[&id].client_session(clock::now()));
+    assert!(present.incarnation != 0);
+    assert_eq!(new, present);
+}
