@@ -17,6 +17,10 @@ use crate::locks::lock;
 /// The shortest sleep that is noticed. The wall clock is set by less than this now and then.
 const SHORTEST: Duration = Duration::from_secs(2);
 
+/// For how long it counts that the wall clock was set back. A clock that is set back and forth is set forward again
+/// soon.
+const SET_BACK_FOR: Duration = Duration::from_secs(600);
+
 /// Returns after which time to look again whether the machine has slept, while something waits for `left`.
 pub(crate) fn look_again(left: Duration) -> Duration {
     // Within two seconds, if it waits for up to an hour.
@@ -32,12 +36,15 @@ struct Clocks {
     slept: Duration,
     /// By how much the wall clock was set back and not set forward again. That is no sleep.
     behind: Duration,
+    /// Until when that counts.
+    behind_until: Option<Instant>,
 }
 
 static CLOCKS: Mutex<Clocks> = Mutex::new(Clocks {
     ahead: None,
     slept: Duration::ZERO,
     behind: Duration::ZERO,
+    behind_until: None,
 });
 
 /// Returns for how long the machine has slept since some moment, as far as the two clocks show.
@@ -100,8 +107,12 @@ impl Clocks {
         if moved <= SHORTEST + now.saturating_duration_since(at) / 1000 {
             return;
         }
+        if self.behind_until.is_some_and(|until| until <= now) {
+            self.behind = Duration::ZERO;
+        }
         if ahead < before {
             self.behind += moved;
+            self.behind_until = Some(now + SET_BACK_FOR);
         } else {
             let slept = moved.saturating_sub(self.behind);
             self.behind = self.behind.saturating_sub(moved);
@@ -144,6 +155,7 @@ mod tests {
             ahead: None,
             slept: Duration::ZERO,
             behind: Duration::ZERO,
+            behind_until: None,
         };
         let mut at = now();
         for seconds in ahead {
@@ -175,5 +187,12 @@ mod tests {
         assert_eq!(seconds_slept(second, &[0, -3600, 0]), 0);
         assert_eq!(seconds_slept(second, &[0, -3600, 100]), 100);
         assert_eq!(seconds_slept(second, &[0, -3600, -1800, 1800]), 1800);
+    }
+
+    /// As when a service starts before the clock is synchronized.
+    #[test]
+    fn a_clock_that_stays_set_back_hides_no_later_sleep() {
+        let hour = Duration::from_secs(3600);
+        assert_eq!(seconds_slept(hour, &[0, -3600, -1800]), 1800);
     }
 }
