@@ -355,8 +355,9 @@ mod tests {
 
         use reqwest_retry::{RetryDecision, RetryPolicy};
 
-        let now = SystemTime::now();
-        let decision = RetryLimited::new().should_retry(now + Duration::from_secs(3600), 0);
+        let now = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000);
+        let started = now + Duration::from_secs(3600);
+        let decision = RetryLimited::new().should_retry(started, 0);
         let RetryDecision::Retry { execute_after } = decision else {
             panic!("{decision:?}");
         };

@@ -13,7 +13,7 @@
 //! early, with a small rise, or not at all. If that happens too often, the limit *slides*. The effect of
 //! a request then lasts for a window, so Remaining is no ticket number.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::super::reading::QuotaAnswer;
 use super::super::{StateCodec, seconds, span};
@@ -228,8 +228,8 @@ impl ShortWindow {
             self.end = None;
             return self.compare(look, reset, passed);
         }
-        // Hours may have passed, more than any pause or interval has.
-        let past = Duration::from_secs_f64(windows * self.length);
+        // All of them may be hours, longer than any pause of a pace.
+        let past = span(self.length) * windows as u32;
         self.end = Some((
             clock::after(earliest, past),
             clock::after(latest, past.mul_f64(1.0 + DRIFT)),

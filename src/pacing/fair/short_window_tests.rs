@@ -33,7 +33,7 @@ impl Watcher {
 
     fn at(&self, seconds: f64) -> Instant {
         // The first request leaves before the server judges it.
-        self.start + Duration::from_secs_f64(1.0 + seconds)
+        self.start + Duration::from_secs(1).mul_f64(1.0 + seconds)
     }
 
     /// The server judges a request at `at` seconds: `remaining` are left, and the reset is `reset`
