@@ -16,8 +16,8 @@
 //! - A process may see one kind alone. That another process had a request accepted, it learns from the end of the hold.
 //! - A kind may be about a limit of its own that ends. Its hold ends as that of a key does: one request goes first.
 //!
-//! A server can only choose whom it stops: to hold one kind takes as many refusals as to hold the key, and stops less. What
-//! leaves in spite of a refusal is within the quota.
+//! A server gains nothing by this: to hold one kind takes as many refusals as to hold the key, and stops less. What leaves
+//! in spite of a refusal is within the quota.
 //!
 //! A kind is not held at its first refusal, even if others were accepted lately: when a limit of all requests is reached, each
 //! of 15 kinds would be refused once, instead of one.
@@ -201,7 +201,7 @@ impl Suspicion {
     }
 
     /// Takes in that another process that shares the store has had a request accepted, whose kind is not
-    /// known. It counts for all that this process does not see, which may send one kind alone. If all processes send one
+    /// known. It counts as [`ENOUGH`], because this process may send one kind alone. If all processes send one
     /// kind, a limit of all requests may hold the kind and not the key: that is the same for them. Tried: to count it as one
     /// request. Then a process that sends nothing but poison holds the key ten times as long.
     pub(crate) fn accepted_elsewhere(&mut self) {

@@ -131,8 +131,7 @@ pub(crate) fn wall_ahead_lately(now: Instant) -> i64 {
     AHEAD.load(Ordering::Relaxed)
 }
 
-/// Returns whether nobody has asked within the present one of the spans of so many microseconds. `asked` keeps the last
-/// one in which somebody has.
+/// Returns true once in each span of `span` microseconds. `asked` keeps the last one in which it has.
 fn is_first_in(asked: &AtomicU64, span: u64, now: Instant) -> bool {
     let present = micros(now) / span;
     asked.load(Ordering::Relaxed) != present && asked.swap(present, Ordering::Relaxed) != present

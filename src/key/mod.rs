@@ -96,7 +96,7 @@ impl Key {
         self.and("tollgate unit").and(unit)
     }
 
-    /// Returns the key under which the requests of a class are counted. Of that key, it returns this one.
+    /// Returns the key under which the requests of a class are counted. Applied to that key, it returns this one again.
     pub(crate) fn of_class(self, class: &str) -> Self {
         let class = Key::new("tollgate class").and(class);
         Key {

@@ -72,7 +72,7 @@ pub(super) trait Gate: Clone + Send + Sync {
     fn sends(&self, _request: &impl RequestInfo) {}
 
     /// Begins a call or poll of the inner service, which ends when the value is dropped. A gate inside may refuse its
-    /// request then. It does not inside of a throttle, whose permits do not expire.
+    /// request then. A throttle marks nothing, because its permits do not expire.
     fn begin_inner(_call: &Self::Call) -> Option<InnerCall> {
         None
     }

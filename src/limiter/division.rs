@@ -56,8 +56,8 @@ pub(super) async fn wait_for_statements(
     }
 }
 
-/// Asks the other parts for slots for the waiters of `key`, one part after the other, and the own part
-/// last. Each answer counts as a statement of the limits. A part whose store fails lends nothing.
+/// Asks each other part for slots for the waiters of `key`, and then the own part. Each answer counts as a statement
+/// of the limits. A part whose store fails lends nothing.
 pub(super) async fn borrow_for(core: Arc<Core>, key: Key) {
     let wanted = core.with_state(key, clock::now(), KeyState::wanted_loans);
     let Some(mut wanted) = wanted.flatten() else {
@@ -116,9 +116,9 @@ pub(super) async fn run_statements(core: Arc<Core>, key: Key) {
     });
 }
 
-/// States the limits of the parts about which `key` has no fresh statement. Returns until when callers
-/// without a division may use more than their part, and after what time to call this again at the latest.
-/// A part whose store fails is stated again later.
+/// States the limits of the parts about which `key` has no fresh statement. Returns two times: until when callers
+/// without a division may use more than their part, and how long it may take until this is called again. A part whose
+/// store fails is stated again later.
 async fn state_stale_parts(core: &Arc<Core>, key: Key) -> (Option<Instant>, Duration) {
     let now = clock::now();
     let (stated, quota) = core

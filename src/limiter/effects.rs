@@ -3,7 +3,7 @@
 //! The state of a key never awaits, spawns or wakes anything. It leaves [`Work`] in its
 //! [`KeyContext`]: tasks to wake, [`Effect`]s, and when a task has to visit it next. [`Core::with_state`] and
 //! [`Core::with_new_state`] lock the state, call a closure, release the lock and do the work. They
-//! are the only callers of [`Core::run`].
+//! begin and end all visits.
 
 use std::future::{Future, poll_fn};
 use std::sync::Arc;
@@ -340,9 +340,8 @@ impl Core {
 
     /// Runs a call for the waiters of `key` to its end.
     ///
-    /// The store may be in this process, although its answer is not at hand: if the call ends a learned quota, see
-    /// `store/unlearning.rs`. Then the call is polled at once, so that the waiter has its slot when it is first polled,
-    /// which may be at its deadline. If that brings the answer, later calls expect answers at once.
+    /// A store in this process answers later only if the call ends a learned quota: see `store/unlearning.rs`. Then
+    /// the call is polled at once, so that the waiter has its slot when it is first polled, which may be at its deadline. If that brings the answer, later calls expect answers at once.
     fn call(self: &Arc<Self>, key: Key, call: SentCall, mut answer: LeaseFuture) {
         let open = StoreCall::new(self, key, call);
         let Settings { learn, store, .. } = &self.settings;

@@ -382,8 +382,8 @@ impl Core {
         Some((core, key))
     }
 
-    /// Returns the limits of this part of the quota of `key`, of which requests have stated that it has
-    /// the quota number `quota`.
+    /// Returns the limits of this part of the quota of `key`: those of its set quota, else of `quota`, which requests
+    /// have stated for it, else the configured ones.
     pub(super) fn spec_of_part(&self, key: Key, quota: Option<QuotaId>) -> Arc<LimitSpec> {
         let set = self
             .states

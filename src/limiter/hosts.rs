@@ -29,7 +29,7 @@ pub(super) enum Reach {
     /// Requests to several hosts have had the key.
     #[default]
     Shared,
-    /// All requests of the key that were seen went to this host, or had none as this one. So do all of a key that
+    /// All requests of the key that were seen went to this host, or named no host, like this one. So do all of a key that
     /// has holds by host: the response reaches the holds of its host only.
     Own,
     /// The key is that of the host.
@@ -108,7 +108,7 @@ impl KeyHosts {
     }
 
     /// Returns whether no request of `key` with a host was seen since there are several hosts. With one host,
-    /// requests without a host are taken for its requests.
+    /// requests that name none count as its requests.
     fn is_of_none(&self, key: Key) -> bool {
         let hosts = self.hosts.get();
         // A full map may have forgotten the key.

@@ -9,8 +9,8 @@
 // holds, slots and in-flight slots. The future in `wait` polls it.
 //
 // `Core` has methods in `engine` and `effects`, and where it implements a trait: in `counting`, `listener` and
-// `guarding`. The files below `effects` in the table have functions instead. A function takes the core as its first
-// argument, and callers name its file: `holds::release(core, key)`.
+// `guarding`. Below `effects` in the table, what a core does is written as functions. A function takes the core as its
+// first argument, and callers name its file: `holds::release(core, key)`.
 //
 // The imports point one way: a file imports only files that stand above it in this table. But a core owns
 // the joint requests that wait, so `engine` imports their type from `joint`.

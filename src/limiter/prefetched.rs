@@ -80,7 +80,7 @@ impl Details {
 /// They stand beside the key in the table. A request of a layer reads no more of its key, unless it has a
 /// quota of its own: a process with many keys waits for memory most of the time.
 pub(super) struct Offer {
-    /// When the units expire, or did. If there never were any, when the key came.
+    /// When the units expire, or the last ones expired. Before there are any: when the state was made.
     until: Moment,
     /// The units left.
     units: u32,

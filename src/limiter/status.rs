@@ -18,8 +18,8 @@ use crate::store::{LimitUsage, SetQuota, Usage};
 pub struct KeyStatus {
     /// Where the quota of the key comes from.
     pub quota_source: QuotaSource,
-    /// Each limit that applies to the key, summed over the parts of a [divided](crate::guide::classes) quota, with the units that are used of it, of which
-    /// [`unit`](LimitUsage::unit) is the name.
+    /// Each limit that applies to the key, and how much of it is used. Of a [divided](crate::guide::classes) quota, it is the sum
+    /// of all parts. Used units are named by [`unit`](LimitUsage::unit).
     pub limits: Vec<LimitUsage>,
     /// Units that are free now, including the permits that this process has prefetched. Zero while
     /// the key is on hold. If the quota [counts](crate::Quota::of) several units, these are requests,

@@ -43,11 +43,11 @@ const LOOK_AGAIN: Duration = Duration::from_secs(5);
 /// Two stated ends closer than this are one, stated in whole seconds.
 const SAME: Duration = Duration::from_secs(1);
 
-/// A turn that began so long before the end of a hold is that of an earlier hold: the shortest one after a probe lasts twice as
-/// long. One that began a little before may be that of a process that saw the hold end earlier.
+/// A turn that began longer than this before the end of a hold belongs to an earlier hold: the shortest one after a probe lasts
+/// twice as long. One that began later may be that of a process that saw this hold end earlier.
 const EARLIER: Duration = Duration::from_millis(200);
 
-/// So much later a process asks that has had a turn. The others ask at the end of the hold, which they see within a trip.
+/// A process that has had a turn asks this much later than the others. They ask at the end of the hold, which they see within a trip.
 const LATER: Duration = Duration::from_millis(100);
 
 /// The number of its registers.

@@ -1,8 +1,8 @@
 //! Slots that the parts of other classes lend, if the quota is divided among classes.
 //!
 //! A class books in its own part, as far ahead as its requests can wait. While they wait, it asks the
-//! other parts for slots that are near (`limit/lending.rs`). The first waiters get these. The last slots of
-//! the own part are then left over. They are kept for the next requests for half a second, and then given
+//! other parts for slots that are near (`limit/lending.rs`). The first waiters get these. That
+//! frees the last slots of the own part. They are kept for the next requests for half a second, and then given
 //! back. So a class also asks its own part now and then for slots that other lines gave back.
 //!
 //! If the own part refuses requests, the other parts are asked first: the answer is kept until they

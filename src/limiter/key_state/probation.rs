@@ -2,8 +2,9 @@
 //! stated no wait, or its stated waits are known to be too short.
 //!
 //! When the hold is over, one request leaves first, as a probe, of all processes: see [`fleet_probe`](super::fleet_probe). The
-//! others leave once the upstream has accepted it. A refusal of the probe is a new hold. If the response of the probe takes long, two more leave, then four, then eight at a
-//! time: it may be a call that takes a minute, and says nothing about the limit.
+//! others leave once the upstream has accepted it. A refusal of the probe is a new hold. The response of the probe may take
+//! long, because the call takes a minute, and that says nothing about the limit. So after [`PATIENCE`] two more leave, then
+//! four, then eight at a time.
 //!
 //! A probe has a number. Whoever leaves as the probe has it until the response arrives, and gives back
 //! this probe if it was not sent: nobody else can give it back, or end it in its place.

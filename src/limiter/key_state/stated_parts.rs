@@ -6,10 +6,9 @@
 //! uses one of them, and again while it goes on. Each part then has the smallest limit that one of these
 //! processes states.
 //!
-//! **No window has more than the quota**, if all processes have the same classes. For each part, let L be
-//! the permit of it that is used last in the window. Let process P have booked the earliest of the L. From
-//! then until a window after its use, the limits of P apply to all parts. All other L were booked in that
-//! time. So no part has more units in the window than P states, and these limits add up to the quota of P.
+//! **No window has more than the quota**, if all processes have the same classes. Take the permit of each part that is
+//! used last in the window. Let P be the process that booked the earliest of these permits. From then until a window
+//! after its use, the limits of P apply to all parts. The others of these permits were booked in that time. So no part has more units in the window than P states, and these limits add up to the quota of P.
 //!
 //! A process without shares uses the part of all other requests, the rest, up to the whole quota. The proof
 //! holds from when the rest has its smaller limit, and what was booked before is through. A process that

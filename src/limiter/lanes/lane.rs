@@ -15,7 +15,7 @@ use crate::tuning::ANSWER;
 use crate::wait_queue::{Left, Number, WaitBound, WaitQueue, is_missed};
 use crate::wakers::Wakers;
 
-/// A slot is of use instead of another one if it is this much earlier.
+/// The least gain for which a waiter changes its slot for an earlier one.
 const SHORTEST_GAIN: Duration = Duration::from_millis(1);
 
 /// The waiters with equal costs, and the slots booked for them.

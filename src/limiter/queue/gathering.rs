@@ -7,6 +7,8 @@
 //!     └─────────────────────────────────────────────────┘
 //!              the call is sent, or is not needed
 //! ```
+//!
+//! A release ends a delay early. A hold, a probe or a change of the quota also begins one when the last is over.
 
 use std::time::{Duration, Instant};
 

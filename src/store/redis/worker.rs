@@ -123,7 +123,7 @@ impl Drop for Droppable {
 /// The most events that are passed to the listeners at once. One by one, a busy thread passes on fewer than arrive.
 const TOLD_AT_ONCE: usize = 64;
 
-/// The most events that wait to be told. Some hundred processes that put thousands of keys on hold at once publish fewer.
+/// The most events that wait to be told. Hundreds of processes that hold thousands of keys at once stay below this.
 const MOST_UNTOLD: usize = 65_536;
 
 /// Passes events to the task that tells the listeners. If too many wait, further ones are dropped, and the listeners read
