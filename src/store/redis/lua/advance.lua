@@ -210,15 +210,12 @@ local function cold_advance()
 
   -- Returns the first moment at which no booking counts in a limit any more.
   function advance.fresh_from(limit)
-    local from = limit.kind == BUCKET and replayed(limit, #slots + 1) or 0
-    for i = 1, #slots do
-      local ends = stamps[i]
-      if limit.kind == WINDOW then ends = ends + limit.window end
-      if limit.kind == FIXED then
-        local _, last = windows_of(limit, slots[i], last_slots[i])
-        ends = (last + 1) * limit.window - limit.phase
-      end
-      if ends > from then from = ends end
+    local from = 0
+    if slots[1] and limit.kind == WINDOW then return limit.window + math.max(unpack(stamps)) end
+    if limit.kind == BUCKET then from = replayed(limit, #slots + 1) end
+    for i = 1, limit.kind == FIXED and #slots or 0 do
+      local _, last = windows_of(limit, slots[i], last_slots[i])
+      from = math.max(from, (last + 1) * limit.window - limit.phase)
     end
     return from
   end
