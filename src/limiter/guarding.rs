@@ -5,10 +5,11 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use super::engine::Core;
-use super::holds;
 use super::key_state::HoldSource;
 use super::limiter::Limiter;
-use super::part::Entry;
+use super::part::{Entry, PartRef};
+use super::reservation::CountedAs;
+use super::{at_once, holds, wait};
 use crate::admission::Admission;
 use crate::clock;
 use crate::error::Limited;
@@ -30,11 +31,13 @@ impl Limiter {
         &self,
         key: Key,
     ) -> CountedUnit<impl Future<Output = Result<(), Limited>> + Send + use<>> {
-        let entry = Entry::new(key, 1);
-        if self.take_at_once(&entry).is_some() {
+        let (core, entry) = (&self.0.first, Entry::new(key, 1));
+        let now = clock::now_by_counter();
+        if at_once::take_at_once(core, &entry, CountedAs::Request, now).is_some() {
             return CountedUnit::Now(Ok(()));
         }
-        match self.start_slow(entry, &|| self.label(key, None)) {
+        let part = PartRef::new(core, entry);
+        match wait::slow(&[part], None, None, &|| self.label(key, None)) {
             Admission::Go(taken) => {
                 drop(taken.sent());
                 CountedUnit::Now(Ok(()))

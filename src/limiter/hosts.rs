@@ -124,14 +124,7 @@ impl KeyHosts {
     }
 }
 
-impl std::fmt::Debug for KeyHosts {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("KeyHosts").finish_non_exhaustive()
-    }
-}
-
 /// The hosts of the requests of a limiter.
-#[derive(Debug)]
 pub(super) struct Hosts {
     /// What the limits count, if they count no requests.
     unit: Option<&'static str>,

@@ -49,18 +49,6 @@ impl KeyRow {
         self.state.offer(&mut self.offer);
         done
     }
-
-    /// Returns whether a request with this quota may take the permits at hand.
-    #[inline]
-    fn has_quota(&self, quota: QuotaId) -> bool {
-        has_quota(&self.state, quota)
-    }
-}
-
-/// Returns whether a request with this quota may take the permits at hand of a key.
-#[inline]
-fn has_quota(state: &KeyState, quota: QuotaId) -> bool {
-    quota == QuotaId::NONE || state.limits.has_quota(quota)
 }
 
 impl KeyStates {
@@ -78,7 +66,7 @@ impl KeyStates {
     pub(super) fn spend(&self, key: Key, cost: u32, quota: QuotaId, now: Moment) -> bool {
         if key != Key::ALL {
             let spent = self.map.find(key, |row| {
-                row.has_quota(quota) && row.offer.take(cost, CountedAs::Request, now)
+                row.state.limits.has_quota(quota) && row.offer.take(cost, CountedAs::Request, now)
             });
             return spent == Some(true);
         }
@@ -100,7 +88,8 @@ impl KeyStates {
     ) -> Option<Reservation> {
         if key != Key::ALL {
             let slot = self.map.find(key, |row| {
-                let taken = row.has_quota(quota) && row.offer.take(cost, counting, now);
+                let taken =
+                    row.state.limits.has_quota(quota) && row.offer.take(cost, counting, now);
                 taken.then(|| row.state.offered(cost, now.instant()))
             });
             return slot.flatten().flatten();
@@ -122,7 +111,8 @@ impl KeyStates {
         now: Moment,
     ) -> Option<Reservation> {
         let slot = self.find(Key::ALL, |state| {
-            has_quota(state, quota).then(|| state.take_at_once(cost, counting, now.instant()))
+            let may_take = state.limits.has_quota(quota);
+            may_take.then(|| state.take_at_once(cost, counting, now.instant()))
         });
         slot.flatten().flatten()
     }

@@ -18,12 +18,8 @@ use super::holds;
 use super::own_quota::{self, QuotaError};
 use super::part::{Entry, PartRef};
 use super::quotas::QuotaId;
-use super::reservation::{CountedAs, Reservation};
 use super::settings::Settings;
 use super::status::{self, KeyStatus};
-use super::taken::Taken;
-use super::wait::{self, Wait};
-use crate::admission::Admission;
 use crate::clock::{self, Moment};
 use crate::config_error::ConfigError;
 use crate::cost::RequestCost;
@@ -560,24 +556,6 @@ impl Limiter {
     #[inline]
     pub(crate) fn send_one_unlocked(&self, entry: &Entry) -> Option<Moment> {
         at_once::send_one_unlocked(&self.0.first, entry)
-    }
-
-    /// Takes a permit that is at hand. Returns `Some(None)` for a request that costs nothing, and `None`
-    /// if the request has to take the slow path.
-    pub(crate) fn take_at_once(&self, entry: &Entry) -> Option<Option<Reservation>> {
-        let now = clock::now_by_counter();
-        at_once::take_at_once(&self.0.first, entry, CountedAs::Request, now)
-    }
-
-    /// Enters a request for which no permit is at hand. `label` returns the name of its key.
-    #[cold]
-    pub(crate) fn start_slow(
-        &self,
-        entry: Entry,
-        label: &dyn Fn() -> Label,
-    ) -> Admission<Taken, Box<Wait>> {
-        let part = PartRef::new(&self.0.first, entry);
-        wait::slow(&[part], entry.deadline, None, label)
     }
 
     /// Returns the name of `key`, which came with `request`, for errors and events.

@@ -35,10 +35,8 @@ impl UnitCheck {
             return true;
         }
         // Another thread may have stated the unit meanwhile, or counted.
-        let count = (Ordering::Relaxed, Ordering::Relaxed);
-        let _ = self
-            .without
-            .compare_exchange(before, before + 1, count.0, count.1);
+        let (without, counted) = (&self.without, before + 1);
+        let _ = without.compare_exchange(before, counted, Ordering::Relaxed, Ordering::Relaxed);
         false
     }
 

@@ -219,7 +219,8 @@ impl PacedQueue {
 
     /// Puts a refused request back to its old place.
     pub fn back(&mut self, refused: Refused, now: Instant) {
-        self.insert_refused(refused.number, refused, now);
+        self.local
+            .insert(refused.number, refused.call, refused.pause, now);
     }
 
     /// Puts a refused request behind all others, of all processes. It sleeps first, as the pace wants. Returns its new
@@ -227,13 +228,8 @@ impl PacedQueue {
     pub(super) fn back_behind(&mut self, mut refused: Refused, now: Instant) -> Number {
         refused.call.since = now;
         let number = self.local.next_number();
-        self.insert_refused(number, refused, now);
+        self.local.insert(number, refused.call, refused.pause, now);
         number
-    }
-
-    fn insert_refused(&mut self, number: Number, refused: Refused, now: Instant) {
-        let Refused { call, pause, .. } = refused;
-        self.local.insert(number, call, pause, now);
     }
 
     /// Ends a request in flight without an answer.

@@ -132,7 +132,7 @@ impl HoldDetails {
 
     /// Returns whether the next request is the first one of the fleet. `passage` is what its own requests would do.
     fn is_for_fleet(&self, passage: Passage, now: Instant) -> bool {
-        let is_first = passage == Passage::Probe && self.hold.probe_due().is_some();
+        let is_first = passage == Passage::Probe && self.hold.probation.due().is_some();
         is_first || self.is_ban_on_probation(now)
     }
 
@@ -538,7 +538,7 @@ impl KeyHold {
             Some(PROBE_TAKES)
         } else {
             let is_open = details.hold.passage(max_hold, now) == Passage::Open;
-            details.hold.probe_due().filter(|_| !is_open)
+            details.hold.probation.due().filter(|_| !is_open)
         };
         let hold = details.probed_hold(key);
         details.fleet.call(hold, takes, now)
@@ -625,7 +625,7 @@ impl KeyHold {
 
     pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
         if let Some(details) = &mut self.details {
-            details.hold.probe_leaves(number, now);
+            details.hold.probation.probe_leaves(number, now);
             details.fleet.probe_leaves(number, now);
             UNCERTAIN_UNTIL.note(clock::after(now, LONGEST_RESPONSE), now);
         }
@@ -634,7 +634,7 @@ impl KeyHold {
     /// Notes that a probe was not sent. Returns whether another one may leave now.
     pub(super) fn probe_comes_back(&mut self, number: ProbeNumber, now: Instant) -> bool {
         self.details.as_mut().is_some_and(|details| {
-            let is_back = details.hold.probe_comes_back(number);
+            let is_back = details.hold.probation.probe_comes_back(number);
             details.fleet.probe_comes_back(number, now) || is_back
         })
     }

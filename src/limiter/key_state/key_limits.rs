@@ -184,8 +184,7 @@ impl KeyLimits {
     /// Returns whether a request that states this quota need not change that of the key.
     #[inline]
     pub(in crate::limiter) fn has_quota(&self, id: QuotaId) -> bool {
-        let own = self.0.as_ref().and_then(|own| own.quota.as_ref());
-        id == QuotaId::NONE || id == own.map_or(QuotaId::CONFIGURED, |(own, _)| *own)
+        id == QuotaId::NONE || id == self.quota_id().unwrap_or(QuotaId::CONFIGURED)
     }
 
     /// Returns the quota that requests have stated.

@@ -448,7 +448,7 @@ impl Queue {
 
     /// Returns whether the store is not to be called yet.
     pub(super) fn is_paused(&self, now: Instant) -> bool {
-        self.paused_until.is_some_and(|until| until > now)
+        self.paused_for(now).is_some()
     }
 
     /// Returns for how long the store is not to be called yet.

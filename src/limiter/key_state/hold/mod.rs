@@ -70,7 +70,7 @@ pub(super) struct Hold {
     /// Whether the store or another process has stated `releases`.
     knows_releases: bool,
     /// What follows its end.
-    probation: Probation,
+    pub(super) probation: Probation,
     evidence: HoldEvidence,
     /// Begins with a hold: when the moments were last right. `None` if there was no hold.
     sleep: Option<SleepMark>,
@@ -292,20 +292,6 @@ impl Hold {
     /// Returns which requests may leave once the hold is over.
     pub(super) fn passage(&self, max_hold: Duration, now: Instant) -> Passage {
         self.probation.passage(self.end, max_hold, now)
-    }
-
-    /// See [`Probation::due`].
-    pub(super) fn probe_due(&self) -> Option<Duration> {
-        self.probation.due()
-    }
-
-    pub(super) fn probe_leaves(&mut self, number: ProbeNumber, now: Instant) {
-        self.probation.probe_leaves(number, now);
-    }
-
-    /// Notes that a probe was not sent. Returns whether another one may leave now.
-    pub(super) fn probe_comes_back(&mut self, number: ProbeNumber) -> bool {
-        self.probation.probe_comes_back(number)
     }
 
     /// Ends the probation if the upstream accepted the probe, or a request that was sent, at `sent`, after the
