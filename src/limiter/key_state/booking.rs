@@ -6,7 +6,6 @@
 //! without a slot. Its answer arrives at [`KeyState::call_answered`].
 
 use std::task::Poll;
-use std::time::Instant;
 
 use smallvec::SmallVec;
 
@@ -62,21 +61,20 @@ impl KeyState {
     pub(super) fn step(&mut self, ctx: &mut KeyContext<'_>, me: Option<(Number, u32)>) {
         if !self.are_parts_stated(ctx, ctx.now) && self.waiting() > 0 {
             self.want_statements(ctx);
-            return self.return_unused(ctx, ctx.now);
+            return self.return_unused(ctx);
         }
         // A store that answers at once may bring slots that are due. It may also refuse one demand
         // and leave those after it undecided.
         for round in 0.. {
-            let now = ctx.now;
             if round == MOST_ROUNDS {
-                self.go_on_later(ctx, now);
+                self.go_on_later(ctx);
                 break;
             }
-            let is_trusted = self.store.is_trusted(ctx.spec, now);
-            let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted, now) else {
+            let is_trusted = self.store.is_trusted(ctx.spec, ctx.now);
+            let Some(HandedOut { died, .. }) = self.hand_out_due(ctx, me, is_trusted) else {
                 return;
             };
-            let Some(booking) = self.next_call(ctx, is_trusted, now) else {
+            let Some(booking) = self.next_call(ctx, is_trusted) else {
                 break;
             };
             match self.send(ctx, &booking, died) {
@@ -86,8 +84,8 @@ impl KeyState {
                 Poll::Pending => break,
             }
         }
-        self.return_unused(ctx, ctx.now);
-        self.borrow_later(ctx, ctx.now);
+        self.return_unused(ctx);
+        self.borrow_later(ctx);
     }
 
     /// Does what is done before a request that enters now has its slot.
@@ -105,9 +103,9 @@ impl KeyState {
     }
 
     /// Puts the next call off a little.
-    pub(super) fn go_on_later(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
+    pub(super) fn go_on_later(&mut self, ctx: &mut KeyContext<'_>) {
         if let Some(queue) = &mut self.queue {
-            let delay = queue.gathering.put_off(clock::SHORTEST_TIMER, now);
+            let delay = queue.gathering.put_off(clock::SHORTEST_TIMER, ctx.now);
             ctx.work.begins_delay |= delay == Delay::Starts;
         }
     }
@@ -118,8 +116,8 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         me: Option<(Number, u32)>,
         is_trusted: bool,
-        now: Instant,
     ) -> Option<HandedOut> {
+        let now = ctx.now;
         let passage = self.hold.passage(ctx.max_hold, now);
         let (most, probe) = match passage {
             // The store has to confirm the slots first.
@@ -146,26 +144,17 @@ impl KeyState {
 
     /// Returns what the store is asked for now. Returns `None` if no call is needed, if one is under way, or if the
     /// next one waits for other requests to join it or for the end of a hold.
-    fn next_call(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        is_trusted: bool,
-        now: Instant,
-    ) -> Option<BookingCall> {
-        let booking = self.needed(ctx, is_trusted, now)?;
-        let delay = self.delay(ctx, &booking, now);
+    fn next_call(&mut self, ctx: &mut KeyContext<'_>, is_trusted: bool) -> Option<BookingCall> {
+        let booking = self.needed(ctx, is_trusted)?;
+        let delay = self.delay(ctx, &booking);
         ctx.work.begins_delay |= delay == Delay::Starts;
         (delay == Delay::Over).then_some(booking)
     }
 
     /// Returns what the next call asks for. Returns `None` if no call is needed, or if one is under
     /// way.
-    fn needed(
-        &mut self,
-        ctx: &KeyContext<'_>,
-        is_trusted: bool,
-        now: Instant,
-    ) -> Option<BookingCall> {
+    fn needed(&mut self, ctx: &KeyContext<'_>, is_trusted: bool) -> Option<BookingCall> {
+        let now = ctx.now;
         let queue = self.queue.as_mut()?;
         let has_doubtful_slot = !is_trusted && queue.is_due(now);
         queue.trim(now);
@@ -228,7 +217,8 @@ impl KeyState {
 
     /// Decides whether a needed call is sent now. It may have to wait for the end of a hold, for
     /// the answer to a probe, or for other requests to join it.
-    fn delay(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall, now: Instant) -> Delay {
+    fn delay(&mut self, ctx: &mut KeyContext<'_>, booking: &BookingCall) -> Delay {
+        let now = ctx.now;
         if self.waiting() > 0 {
             self.share_probe(ctx, true);
         }
@@ -266,7 +256,8 @@ impl KeyState {
             Some((call, answer)) => {
                 let queue = self.queue.get_or_insert_default();
                 queue.call_sent(demands, ctx.now, false);
-                self.answered(ctx, call, answer, clock::now());
+                ctx.now = clock::now();
+                self.answered(ctx, call, answer);
                 Poll::Ready(())
             }
             None => Poll::Pending,
@@ -310,15 +301,15 @@ impl KeyState {
 
     /// Gives back the permits that no waiter needs, unless a call that returns them is about to be
     /// sent.
-    fn return_unused(&mut self, ctx: &KeyContext<'_>, now: Instant) {
-        let is_clear = self.hold.is_clear(ctx.max_hold, now);
+    fn return_unused(&mut self, ctx: &KeyContext<'_>) {
+        let is_clear = self.hold.is_clear(ctx.max_hold, ctx.now);
         let Some(queue) = &mut self.queue else { return };
         let gathers = is_clear && queue.gathering.is_under_way();
-        if !queue.returns.own.is_empty() && !queue.is_calling(now) && !gathers {
+        if !queue.returns.own.is_empty() && !queue.is_calling(ctx.now) && !gathers {
             let unused = std::mem::take(&mut queue.returns.own);
             self.give_back_now(ctx, &unused);
             if ctx.spec.lending().is_some() {
-                self.note_own_part(ctx.spec, now, false);
+                self.note_own_part(ctx.spec, ctx.now, false);
             }
         }
     }
@@ -340,7 +331,8 @@ impl KeyState {
         });
         let ask = Ask::nothing(returns.unwrap_or_default(), ctx.now);
         if let Some((call, answer)) = self.ask(ctx, ask) {
-            self.answered(ctx, call, answer, clock::now());
+            ctx.now = clock::now();
+            self.answered(ctx, call, answer);
         }
     }
 
@@ -360,7 +352,7 @@ impl KeyState {
             }
             return;
         }
-        let failed = !self.answered(ctx, call, answer, ctx.now);
+        let failed = !self.answered(ctx, call, answer);
         if self.store.tightens {
             return self.tighten(ctx);
         }
@@ -380,20 +372,20 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         call: SentCall,
         answer: Result<Lease, StoreError>,
-        now: Instant,
     ) -> bool {
-        let taken_in = self.take_in(ctx, call, answer, now);
+        let taken_in = self.take_in(ctx, call, answer);
         let is_ok = taken_in.is_ok();
         match taken_in {
-            Ok(taken_in) => self.granted(ctx, &taken_in, now),
-            Err(error) => self.failed(ctx, error, now),
+            Ok(taken_in) => self.granted(ctx, &taken_in),
+            Err(error) => self.failed(ctx, error),
         }
-        self.after_answer(ctx, now);
+        self.after_answer(ctx);
         is_ok
     }
 
     /// Takes in the slots of a lease.
-    fn granted(&mut self, ctx: &mut KeyContext<'_>, taken_in: &TakenIn, now: Instant) {
+    fn granted(&mut self, ctx: &mut KeyContext<'_>, taken_in: &TakenIn) {
+        let now = ctx.now;
         let &TakenIn {
             ref lease,
             bounds,
@@ -402,7 +394,7 @@ impl KeyState {
         // Units that come back do not help a request that is never allowed.
         let may_help = ctx.settles && lease.refused.is_none_or(|refusal| refusal.wait.is_some());
         let keeps =
-            lease.refused.is_some() && !may_help && !precedes_release && self.may_borrow(ctx, now);
+            lease.refused.is_some() && !may_help && !precedes_release && self.may_borrow(ctx);
         let Some(queue) = &mut self.queue else { return };
         queue.take_exchange();
         if let Some(wait) = lease.recovering {
@@ -411,7 +403,7 @@ impl KeyState {
         let slots = lease.grants.iter().map(|grant| slot(lease, grant, bounds));
         let refusal = NoSlot::TooLate(lease.refused.unwrap_or(Refusal::NEVER));
         if keeps && queue.waiting() > 0 {
-            return self.keep_answer(ctx, slots.collect(), refusal, now);
+            return self.keep_answer(ctx, slots.collect(), refusal);
         }
         let end = if precedes_release || may_help {
             None
@@ -436,7 +428,8 @@ impl KeyState {
         }
     }
 
-    fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError, now: Instant) {
+    fn failed(&mut self, ctx: &mut KeyContext<'_>, error: StoreError) {
+        let now = ctx.now;
         let Some(queue) = &mut self.queue else { return };
         if let Some(left) = self.hold.left(now)
             && ctx.fails_open

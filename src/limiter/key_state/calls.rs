@@ -176,17 +176,16 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         call: SentCall,
         answer: Result<Lease, StoreError>,
-        now: Instant,
     ) -> Result<TakenIn, StoreError> {
         self.charge_answered(ctx, call, answer.is_ok());
         let lease = answer?;
         if self.store.answers_later
-            && let Err(error) = self.store.check_speed(ctx.spec, &lease, call.sent, now)
+            && let Err(error) = self.store.check_speed(ctx.spec, &lease, call.sent, ctx.now)
         {
             ctx.store.give_back(ctx.key, ctx.spec, &lease.unused());
             return Err(error);
         }
-        let bounds = self.remember(ctx, &lease, call.sent, now);
+        let bounds = self.remember(ctx, &lease, call.sent);
         let precedes_release =
             !lease.source.is_standalone() && self.hold_answered(ctx, lease.hold, call.sent, bounds);
         Ok(TakenIn {
@@ -198,13 +197,13 @@ impl KeyState {
 
     /// Goes on after an answer. It may bring a hold, permits at hand after a hold has begun, or show that the store
     /// has lost its state. All of this matters to the requests that wait for the key.
-    pub(super) fn after_answer(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
-        self.obey_hold(now, &mut ctx.work.wakers);
+    pub(super) fn after_answer(&mut self, ctx: &mut KeyContext<'_>) {
+        self.obey_hold(ctx.now, &mut ctx.work.wakers);
         // The store has lost its state. This call restores the hold before another process calls the store
         // without knowing of the hold. While it is under way, the step only hands out permits. If another call is
         // under way, its answer comes here, too.
         let queue = self.queue.as_ref();
-        let is_calling = queue.is_some_and(|queue| queue.is_calling(now));
+        let is_calling = queue.is_some_and(|queue| queue.is_calling(ctx.now));
         if !is_calling && self.hold.take_resend() {
             self.confirm(ctx);
         }

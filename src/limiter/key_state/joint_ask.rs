@@ -93,7 +93,7 @@ impl JointAsk {
         answer: Result<Lease, StoreError>,
     ) -> JointAnswer {
         let is_unchanged = state.limits.changes() == self.changes;
-        let outcome = match state.take_in(ctx, call, answer, ctx.now) {
+        let outcome = match state.take_in(ctx, call, answer) {
             Ok(taken_in) => self.granted(state, ctx, &taken_in, is_unchanged),
             Err(error) => JointAnswer::No(NoSlot::Failed(error)),
         };
@@ -180,13 +180,13 @@ pub(in crate::limiter) fn confirmed(
     answer: Result<Lease, StoreError>,
 ) {
     // Whoever has asked looks at what the state knows then.
-    let _ = state.take_in(ctx, call, answer, ctx.now);
+    let _ = state.take_in(ctx, call, answer);
     go_on(state, ctx);
 }
 
 /// Goes on after an answer, with the requests that wait for this key alone.
 pub(super) fn go_on(state: &mut KeyState, ctx: &mut KeyContext<'_>) {
-    state.after_answer(ctx, ctx.now);
+    state.after_answer(ctx);
     state.step(ctx, None);
 }
 

@@ -116,13 +116,13 @@ impl WantedLoan {
 
 impl KeyState {
     /// Returns whether the other parts may be asked for slots now.
-    pub(super) fn may_borrow(&self, ctx: &KeyContext<'_>, now: Instant) -> bool {
+    pub(super) fn may_borrow(&self, ctx: &KeyContext<'_>) -> bool {
         ctx.spec.lending().is_some()
             && !self.store.is_standalone
-            && self.hold.is_clear(ctx.max_hold, now)
+            && self.hold.is_clear(ctx.max_hold, ctx.now)
             && self.limits.loans().is_none_or(|loans| {
                 let mut moments = loans.asks_at.into_iter().chain(loans.next);
-                moments.all(|at| at <= now)
+                moments.all(|at| at <= ctx.now)
             })
     }
 
@@ -134,7 +134,8 @@ impl KeyState {
 
     /// Begins a round of asking when the parts may be asked again, if requests wait that other parts may serve
     /// sooner.
-    pub(super) fn borrow_later(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
+    pub(super) fn borrow_later(&mut self, ctx: &mut KeyContext<'_>) {
+        let now = ctx.now;
         let Some(queue) = &self.queue else { return };
         if ctx.spec.lending().is_none()
             || self.store.is_standalone
@@ -150,7 +151,7 @@ impl KeyState {
         }
         match loans.next.filter(|next| *next > now) {
             Some(next) => loans.asks_at = Some(next),
-            None => self.begin_to_borrow(ctx, now),
+            None => self.begin_to_borrow(ctx),
         }
     }
 
@@ -160,8 +161,8 @@ impl KeyState {
     }
 
     /// Leaves a round of asking to be started.
-    pub(super) fn begin_to_borrow(&mut self, ctx: &mut KeyContext<'_>, now: Instant) {
-        self.limits.loans_mut().asks_at = Some(clock::after(now, ANSWER));
+    pub(super) fn begin_to_borrow(&mut self, ctx: &mut KeyContext<'_>) {
+        self.limits.loans_mut().asks_at = Some(clock::after(ctx.now, ANSWER));
         ctx.work.effects.push(Effect::Borrow);
     }
 
@@ -172,7 +173,6 @@ impl KeyState {
         ctx: &mut KeyContext<'_>,
         slots: Vec<Reservation>,
         refusal: NoSlot,
-        now: Instant,
     ) {
         let call = self.queue.as_ref().and_then(|queue| queue.call_number());
         let kept = HeldAnswer {
@@ -184,7 +184,7 @@ impl KeyState {
         if let (Some(HeldAnswer { slots, .. }), Some(queue)) = (before, &mut self.queue) {
             slots.iter().for_each(|slot| queue.returns.add(slot));
         }
-        self.begin_to_borrow(ctx, now);
+        self.begin_to_borrow(ctx);
     }
 
     /// Returns what the class asks the other parts for.
@@ -247,7 +247,7 @@ impl KeyState {
         answer: Result<Lease, StoreError>,
     ) -> Lent {
         let now = ctx.now;
-        let Ok(taken_in) = self.take_in(ctx, call, answer, now) else {
+        let Ok(taken_in) = self.take_in(ctx, call, answer) else {
             return Lent::default();
         };
         let TakenIn {

@@ -713,13 +713,7 @@ impl KeyState {
     }
 
     /// Keeps what a lease states besides its slots. Returns when the store made the lease.
-    fn remember(
-        &mut self,
-        ctx: &mut KeyContext<'_>,
-        lease: &Lease,
-        sent: Instant,
-        now: Instant,
-    ) -> TimeBounds {
+    fn remember(&mut self, ctx: &mut KeyContext<'_>, lease: &Lease, sent: Instant) -> TimeBounds {
         if let Some(set) = &lease.set_quota {
             self.take_in_set_quota(ctx, set);
         }
@@ -727,7 +721,7 @@ impl KeyState {
             bounds,
             has_lost_state,
             voids_permits,
-        } = self.store.observe(ctx.spec, lease, sent, now);
+        } = self.store.observe(ctx.spec, lease, sent, ctx.now);
         if voids_permits {
             self.prefetched.clear();
             if let Some(queue) = &mut self.queue {
@@ -735,7 +729,7 @@ impl KeyState {
             }
         }
         if has_lost_state {
-            self.hold.store_lost_state(now);
+            self.hold.store_lost_state(ctx.now);
         }
         if ctx.spec.lending().is_some() && !lease.source.is_standalone() {
             self.note_own_part(ctx.spec, sent, has_lost_state);

@@ -71,7 +71,7 @@ impl KeyState {
         ctx: &KeyContext<'_>,
     ) -> Option<NoSlot> {
         if let Some(refusal) = self.store.repeated_refusal(cost, bound, ctx.now)
-            && !self.may_borrow(ctx, ctx.now)
+            && !self.may_borrow(ctx)
             && !self.has_spare(cost)
         {
             return Some(NoSlot::TooLate(refusal));

@@ -113,14 +113,14 @@ impl Ticket {
         call: SentCall,
         answer: Result<Lease, StoreError>,
     ) -> Option<Result<Reservation, NoSlot>> {
-        let taken_in = state.take_in(ctx, call, answer, ctx.now);
-        state.after_answer(ctx, ctx.now);
+        let taken_in = state.take_in(ctx, call, answer);
+        state.after_answer(ctx);
         let lease = match taken_in {
             Ok(TakenIn { lease, .. }) => lease,
             Err(error) => return self.store_failed(state, ctx, error),
         };
         let Some(grant) = lease.grants.first() else {
-            if lease.refused.is_some() && state.may_borrow(ctx, ctx.now) {
+            if lease.refused.is_some() && state.may_borrow(ctx) {
                 // In the queue it asks the other parts.
                 self.wait(state.queue.get_or_insert_default(), ctx.now, None);
                 return self.step(state, ctx);
@@ -136,7 +136,7 @@ impl Ticket {
         let queue = state.queue.get_or_insert_default();
         self.wait(queue, ctx.now, None);
         queue.answered([slot], None, Duration::ZERO, ctx.now, &mut ctx.work.wakers);
-        state.borrow_later(ctx, ctx.now);
+        state.borrow_later(ctx);
         None
     }
 
@@ -289,7 +289,7 @@ impl Ticket {
             queue.missed(1, ctx.now);
             if queue.waiting() > 1 {
                 // If one came too late, others do, too. One call books for all of them.
-                state.go_on_later(ctx, ctx.now);
+                state.go_on_later(ctx);
             }
         } else {
             queue.add(slot);

@@ -120,7 +120,7 @@ impl KeyState {
             self.pass_on_now(ctx);
         }
         if is_due(self.borrows_at()) {
-            self.begin_to_borrow(ctx, now);
+            self.begin_to_borrow(ctx);
         }
         if is_due(self.states_at()) {
             self.want_statements(ctx);
