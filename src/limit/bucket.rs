@@ -48,6 +48,27 @@ use super::{Micros, UnusedPermits};
 /// moment starts anew from a stamp. So each booking has a latest moment that may stand before it, and
 /// one pass over the bookings, the last one first, finds all of them. Joined bookings count as one permit. Their check may fail
 /// although that of each part holds, so then a new permit that affects them goes behind them.
+///
+/// # Permits that come back
+///
+/// Settled requests give back a part of most permits, so the bucket has to take back almost all of it. For
+/// the proof above, each permit that is left has to count in full from its stamp: `full_at` is at least the stamp
+/// plus the time in which the units of this permit and of all later ones are refilled. The bucket keeps no
+/// single permits. It keeps two groups of the last ones, and this about the *young* group:
+///
+/// > `full_at` is at least the newest stamp plus the time in which all units of the group are refilled.
+///
+/// If this does not hold with a new permit, the permit begins the next young group, and the group before becomes
+/// the *old* one. Permits of earlier groups are not taken back. Under load, a group lasts until about a whole bucket was used.
+///
+/// *Why each permit still counts in full.* Of the young group, it follows from what is kept. Units of the young group
+/// come back in full, because both sides become less by the same time. Units of the old group come back as far as the young
+/// group allows. What was kept about the old group still holds for it, because each later
+/// permit moved `full_at` by its units at least. Earlier permits lose units that were theirs or came later, so for
+/// them both sides become less as well.
+///
+/// A new young group begins behind the newest stamp. So a stamp states the group of a permit. A permit with
+/// an earlier stamp than permits before it may count as one of the old group.
 #[derive(Clone, Debug)]
 pub(super) struct BucketState {
     /// Whether the limit is the pace of a part (`lending.rs`), as the present caller states it.
@@ -60,12 +81,14 @@ pub(super) struct BucketState {
     ticks: u128,
     /// When the bucket is full again, in ticks.
     full_at: u128,
-    /// The last stamp by which the bucket was full, so that `full_at` started anew from it. Permits
-    /// with earlier stamps no longer affect `full_at`.
-    base: Micros,
-    /// The most ticks by which returned permits may move `full_at` back. Up to this bound, each permit
-    /// since `base` still counts in full from its stamp. [`UNBOUNDED`] if there is no bound.
-    refundable: u128,
+    /// The latest stamp of a permit.
+    newest: Micros,
+    /// The permits with this stamp or a later one are the young group. All others have earlier stamps.
+    young_from: Micros,
+    /// The ticks in which the units since the young group began are refilled.
+    young: u128,
+    /// The permits with this stamp or a later one, up to the young group, are the old group.
+    old_from: Micros,
     /// Each permit that is booked ahead with this slot or a later one got the first slot for which
     /// the bucket had units. [`Micros::MAX`] if there is no such permit.
     queued_from: Micros,
@@ -92,8 +115,7 @@ struct DelayedPermit {
 /// this old.
 const LONGEST_AGO: Micros = 5_000_000;
 
-/// The most delayed permits that are kept. A permit that was dropped from them can be taken back
-/// only as far as later permits allow (`BucketState::refundable`).
+/// The most delayed permits that are kept.
 const MOST_DELAYED: usize = 32;
 
 /// The most ticks in which a whole bucket is refilled, if a unit takes exactly as long as the quota says.
@@ -101,9 +123,6 @@ const MOST_TICKS: u128 = 4_503_599_627_370_496;
 
 /// The fewest ticks in which a unit of any other bucket is refilled.
 const UNIT_TICKS: u128 = 1_048_576;
-
-/// `BucketState::refundable` if no permit has a bound. A bucket has fewer ticks.
-const UNBOUNDED: u128 = 2 * MOST_TICKS;
 
 impl BucketState {
     /// Makes a full bucket.
@@ -120,8 +139,10 @@ impl BucketState {
             unit,
             ticks,
             full_at: 0,
-            base: 0,
-            refundable: 0,
+            newest: 0,
+            young_from: 0,
+            young: 0,
+            old_from: 0,
             queued_from: Micros::MAX,
             delayed: VecDeque::new(),
         }
@@ -246,14 +267,10 @@ impl BucketState {
     /// now.
     pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64, ahead: bool) {
         let before = self.full_at;
-        let stamp_at = self.ticks_at(stamp);
-        let queued = self.room_for(before, u128::from(units)) == slot && stamp_at < before;
-        if stamp_at >= before {
-            (self.base, self.refundable) = (stamp, UNBOUNDED);
-        } else {
-            self.refundable = self.refundable.min(before - stamp_at);
-        }
+        let queued =
+            self.room_for(before, u128::from(units)) == slot && self.ticks_at(stamp) < before;
         self.full_at = self.after(before, stamp, units);
+        self.add_to_group(stamp, u128::from(units) * self.unit);
         if !ahead {
             self.forget_queue();
         } else if queued {
@@ -273,6 +290,19 @@ impl BucketState {
         }
     }
 
+    /// Adds units that are part of `full_at` now to the young group, or begins the next one with them.
+    fn add_to_group(&mut self, stamp: Micros, units: u128) {
+        let newest = self.newest.max(stamp);
+        if self.full_at >= self.ticks_at(newest) + self.young + units {
+            self.young += units;
+        } else {
+            self.old_from = self.young_from;
+            self.young_from = self.young_from.max(self.newest + 1);
+            self.young = units;
+        }
+        self.newest = newest;
+    }
+
     /// Counts units that were used without a permit. The upstream accepted them, so its bucket had
     /// these units. So they leave the bucket empty at most. Fewer units may count for this reason, so
     /// earlier permits can no longer be taken back.
@@ -282,7 +312,9 @@ impl BucketState {
             .max(self.ticks_at(now) + self.capacity * self.unit);
         self.insert(now, stamp, units, false);
         if self.full_at >= empty {
-            (self.full_at, self.base, self.refundable) = (empty, self.rounded_up(empty), UNBOUNDED);
+            self.full_at = empty;
+            self.young_from = self.young_from.max(self.newest + 1);
+            (self.old_from, self.young) = (self.young_from, 0);
         }
     }
 
@@ -293,18 +325,19 @@ impl BucketState {
         self.delayed.clear();
     }
 
-    /// Takes back units of permits that were not used.
-    ///
-    /// The last permits that were booked ahead are taken back in full, because no later permit
-    /// depends on them. Any other permit is taken back only as far as later permits allow
-    /// (`BucketState::refundable`).
+    /// Takes back units of permits that were not used: in full, if no later permit depends on them, or if
+    /// they are of the young group. Those of the old group are taken back as far as the young one allows.
     pub(super) fn subtract(&mut self, unused: UnusedPermits) {
         let mut units = u128::from(unused.units) * self.unit;
-        if self.is_last_queued(unused.slot) {
-            self.full_at -= units;
+        let is_young = unused.stamp >= self.young_from;
+        // Another permit may have had the same slot.
+        let may_be_last = is_young || self.young == 0;
+        if may_be_last && self.is_last_queued(unused.slot) {
+            self.take_last(self.full_at.saturating_sub(units), units);
             return;
         }
         while units > 0
+            && may_be_last
             && let Some(permit) = self.delayed.back_mut()
             && (permit.slot, permit.after) == (unused.slot, self.full_at)
         {
@@ -312,21 +345,33 @@ impl BucketState {
             units -= taken;
             permit.units -= taken;
             permit.after -= taken;
-            self.full_at = permit.after;
+            let mut full_at = permit.after;
             if permit.units == 0 {
-                self.full_at = permit.before;
+                full_at = permit.before;
                 self.queued_from = permit.queued_from;
                 self.delayed.pop_back();
             }
+            self.take_last(full_at, taken);
         }
-        if units == 0 || unused.stamp < self.base {
+        if units == 0 || unused.stamp < self.old_from {
             return;
         }
-        let since_base = self.full_at.saturating_sub(self.ticks_at(self.base));
-        let back = units.min(self.refundable).min(since_base);
-        self.full_at -= back;
-        self.refundable -= back;
+        if is_young {
+            units = units.min(self.young);
+            self.young -= units;
+        } else {
+            let needed = self.ticks_at(self.newest) + self.young;
+            units = units.min(self.full_at.saturating_sub(needed));
+        }
+        self.full_at -= units;
         self.forget_queue();
+    }
+
+    /// Takes back units of the last permit. Without them, the bucket is full again at `full_at`.
+    fn take_last(&mut self, full_at: u128, units: u128) {
+        self.full_at = full_at;
+        self.young = self.young.saturating_sub(units);
+        self.newest = self.newest.min(self.rounded_up(full_at));
     }
 
     /// Returns whether the last permit was booked in order and has this slot.
@@ -373,6 +418,7 @@ fn split_at(advance: &[AdvanceBooking], slot: Micros) -> (&[AdvanceBooking], &[A
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use proptest::sample::select;
 
     use super::*;
 
@@ -402,7 +448,133 @@ mod tests {
             let is_exact = u128::from(capacity) * u128::from(window) <= MOST_TICKS;
             let longest = if is_exact { exact } else { exact + exact.div_ceil(1_000_000) };
             prop_assert!((exact..=longest).contains(&waited), "{} of {}", waited, exact);
-            prop_assert!(bucket.capacity * bucket.unit + bucket.ticks <= UNBOUNDED);
+            prop_assert!(bucket.capacity * bucket.unit + bucket.ticks <= 2 * MOST_TICKS);
+        }
+    }
+
+    /// What happens to a bucket of `CAPACITY` units. Permits are numbered from the newest one.
+    #[derive(Clone, Debug)]
+    enum Op {
+        Wait(Micros),
+        /// Another limit delays the permit. Without a life, it counts from its slot.
+        Permit {
+            delay: Micros,
+            life: Micros,
+            units: u64,
+        },
+        TakeBack {
+            permit: usize,
+            percent: u64,
+        },
+        Charge {
+            ago: Micros,
+            units: u64,
+        },
+    }
+
+    const CAPACITY: u64 = 20;
+
+    fn op() -> impl Strategy<Value = Op> {
+        let wait = prop_oneof![0u64..3, 0u64..40, 0u64..500];
+        let delay = prop_oneof![9 => Just(0), 1 => 0u64..200];
+        let permit = prop_oneof![0usize..3, 0usize..40];
+        prop_oneof![
+            2 => wait.prop_map(Op::Wait),
+            4 => (delay, 0u64..60, 1..=CAPACITY)
+                .prop_map(|(delay, life, units)| Op::Permit { delay, life, units }),
+            4 => (permit, prop_oneof![Just(100), 1u64..100])
+                .prop_map(|(permit, percent)| Op::TakeBack { permit, percent }),
+            1 => (0u64..300, 1..2 * CAPACITY).prop_map(|(ago, units)| Op::Charge { ago, units }),
+        ]
+    }
+
+    /// A permit, in the order in which they were granted.
+    struct Granted {
+        slot: Micros,
+        stamp: Micros,
+        /// The units that have not come back.
+        units: u64,
+        /// Whether a charge has emptied the bucket since.
+        is_forgotten: bool,
+    }
+
+    /// Applies `ops`. After each of them, each permit still counts in full from its stamp: the bucket is
+    /// not full before its units, and those of all later permits, are refilled from there.
+    fn check(ops: &[Op], count: u32, window: Micros) -> Result<(), TestCaseError> {
+        let mut bucket = BucketState::new(CAPACITY as u32, count, window);
+        let (mut now, mut permits) = (NOW, Vec::<Granted>::new());
+        for op in ops {
+            match *op {
+                Op::Wait(span) => now += span,
+                Op::Permit { delay, life, units } => {
+                    let slot = bucket.first_slot(now, units, PermitTime::MOMENT, &[]) + delay;
+                    let (stamp, is_forgotten) = (slot + life, false);
+                    bucket.insert(slot, stamp, units, slot > now);
+                    permits.push(Granted {
+                        slot,
+                        stamp,
+                        units,
+                        is_forgotten,
+                    });
+                }
+                Op::TakeBack { permit, percent } => {
+                    let Some(permit) = permits.iter_mut().rev().nth(permit) else {
+                        continue;
+                    };
+                    let (slot, stamp) = (permit.slot, permit.stamp);
+                    let units = (permit.units * percent).div_ceil(100);
+                    permit.units -= units;
+                    bucket.subtract(UnusedPermits {
+                        slot,
+                        stamp,
+                        units,
+                        incarnation: 0,
+                    });
+                }
+                Op::Charge { ago, units } => {
+                    let empty = bucket.ticks_at(now) + bucket.capacity * bucket.unit;
+                    let empty = empty.max(bucket.full_at);
+                    bucket.charge(now, now - ago, units.min(CAPACITY));
+                    if bucket.full_at >= empty {
+                        permits
+                            .iter_mut()
+                            .for_each(|permit| permit.is_forgotten = true);
+                    }
+                    let (slot, stamp, units) = (0, now - ago, 0);
+                    permits.push(Granted {
+                        slot,
+                        stamp,
+                        units,
+                        is_forgotten: true,
+                    });
+                }
+            }
+            let mut units = 0;
+            for permit in permits
+                .iter()
+                .rev()
+                .take_while(|permit| !permit.is_forgotten)
+            {
+                units += u128::from(permit.units) * bucket.unit;
+                let counts =
+                    permit.units == 0 || bucket.full_at >= bucket.ticks_at(permit.stamp) + units;
+                prop_assert!(counts, "{op:?}: full at {}", bucket.full_at);
+            }
+        }
+        Ok(())
+    }
+
+    proptest! {
+        #![proptest_config(histories::config(2000))]
+
+        /// Whatever comes back, and in whatever order, takes nothing from the permits that were granted since.
+        #[test]
+        fn returned_units_leave_later_permits_in_full(
+            ops in prop::collection::vec(op(), 1..60),
+            count in 1u32..8,
+            window in select(vec![5u64, 20, 100]),
+        ) {
+            check(&ops, count, window)?;
         }
     }
 }

@@ -390,3 +390,39 @@ proptest! {
         prop_assert!(used >= 0.97 * expected - waits - 4.0, "{} of {:.1}", used, expected);
     }
 }
+
+/// What settled requests of the owner give back is lent at once, however long the owner was busy.
+#[test]
+fn a_part_lends_what_settled_requests_left() {
+    let mut part = Part::new(Quota::new(1000, millis(20_000)), 97).expect("it has a rate");
+    let (estimate, cost) = (40, 10);
+    let mut used = std::collections::VecDeque::<UnusedPermits>::new();
+    let mut now = START;
+    while now < START + 600_000_000 {
+        now += 20_000;
+        part.ledger.advance(&part.spec, now);
+        // A response takes 400 ms.
+        while used
+            .front()
+            .is_some_and(|unused| unused.slot + 400_000 <= now)
+            && let Some(unused) = used.pop_front()
+        {
+            part.ledger.take_back(unused);
+        }
+        let order = order(estimate, 1, now, part.life);
+        let _ = part.ledger.book(&part.spec, order, |grant| {
+            used.push_back(UnusedPermits {
+                slot: grant.slot,
+                stamp: grant.stamp,
+                units: u64::from(estimate - cost),
+                incarnation: 0,
+            });
+        });
+    }
+    now += 400_000;
+    used.into_iter()
+        .for_each(|unused| part.ledger.take_back(unused));
+    // By then the window is empty.
+    now += 21_000_000;
+    assert_eq!(part.lend(now, 1, 1), [now]);
+}

@@ -3,6 +3,7 @@
 mod advance;
 mod external;
 mod lending;
+mod settled;
 
 use std::time::Duration;
 

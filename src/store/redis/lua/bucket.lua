@@ -70,18 +70,24 @@ local function bucket_rule()
     end
   end
 
+  -- Adds units that are part of `full_at` now to the young group, or begins the next one with them.
+  local function add_to_group(limit, stamp, units)
+    local newest = stamp > limit.newest and stamp or limit.newest
+    if (limit.full_at - newest) * limit.ticks - limit.early >= (limit.young + units) * limit.unit then
+      limit.young = limit.young + units
+    else
+      limit.old_from, limit.young_from, limit.young = limit.young_from, math.max(limit.young_from, limit.newest + 1), units
+    end
+    limit.newest = newest
+  end
+
   -- Takes the units of a permit out of the bucket. If its slot is later than the bucket requires,
   -- because another limit delayed it, the permit becomes an entry.
   local function insert(limit, slot, stamp, units)
     local before, before_early = limit.full_at, limit.early
     local queued = stamp < before and first_slot(limit, 0, units) == slot
-    if stamp >= before then
-      limit.base_at, limit.refundable = stamp, NEVER
-    else
-      local refundable = (before - stamp) * limit.ticks - before_early
-      if refundable < limit.refundable then limit.refundable = refundable end
-    end
     limit.full_at, limit.early = after(limit, before, before_early, stamp, units)
+    add_to_group(limit, stamp, units)
     if slot <= state.now then
       forget_queue(limit)
     elseif queued then
@@ -108,14 +114,14 @@ local function bucket_rule()
   -- Reads the record.
   local function read(limit, s, from)
     local _
-    _, limit.last_stated, limit.n, limit.space, limit.full_at, limit.early, limit.base_at, limit.refundable,
-      limit.queued_from, limit.unit, limit.ticks = struct.unpack(BUCKET_RECORD, s, from)
+    _, limit.last_stated, limit.n, limit.space, limit.full_at, limit.early, limit.newest, limit.young_from,
+      limit.queued_from, limit.unit, limit.ticks, limit.old_from, limit.young = struct.unpack(BUCKET_RECORD, s, from)
   end
 
   -- Packs the record.
   local function record(limit)
     return struct.pack(BUCKET_RECORD, limit.bytes, limit.last_stated, limit.n, limit.space, limit.full_at, limit.early,
-      limit.base_at, limit.refundable, limit.queued_from, limit.unit, limit.ticks)
+      limit.newest, limit.young_from, limit.queued_from, limit.unit, limit.ticks, limit.old_from, limit.young)
   end
 
   local rule = {
@@ -145,7 +151,9 @@ local function bucket_rule()
       end
       insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
       if not is_later(empty, empty_early, limit.full_at, limit.early) then
-        limit.full_at, limit.early, limit.base_at, limit.refundable = empty, empty_early, empty, NEVER
+        limit.full_at, limit.early = empty, empty_early
+        limit.young_from = math.max(limit.young_from, limit.newest + 1)
+        limit.old_from, limit.young = limit.young_from, 0
       end
     end
 
@@ -176,32 +184,48 @@ local function bucket_rule()
       return is_last_queued(limit, slot) or are_last_delayed(limit, slot, units) or first_slot(limit, 0, units) <= slot
     end
 
-    -- Takes back units that were not used. In full if they are of the last permit that was booked
-    -- in order, or of the last delayed ones. Any other permit is taken back as far as `refundable`
-    -- allows.
+    -- Takes back units of the last permit. Without them, the bucket is full again at `at`, `early`.
+    local function take_last(limit, at, early, units)
+      limit.full_at, limit.early = at, early
+      limit.young = limit.young > units and limit.young - units or 0
+      if at < limit.newest then limit.newest = at end
+    end
+
+    -- Takes back units of permits that were not used: in full, if no later permit depends on them, or if
+    -- they are of the young group. Those of the old group are taken back as far as the young one allows.
     function rule.subtract(limit, slot, stamp, units)
-      if is_last_queued(limit, slot) then
-        limit.full_at, limit.early = moved_back(limit, limit.full_at, limit.early, units * limit.unit)
-        return
+      local is_young = stamp >= limit.young_from
+      -- Another permit may have had the same slot.
+      local may_be_last = is_young or limit.young == 0
+      if may_be_last and is_last_queued(limit, slot) then
+        local at, early = moved_back(limit, limit.full_at, limit.early, units * limit.unit)
+        return take_last(limit, at, early, units)
       end
-      local delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
+      local delayed = may_be_last and delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
       while delayed and units > 0 do
         local taken = units < delayed.units and units or delayed.units
         units, delayed.units = units - taken, delayed.units - taken
         delayed.after, delayed.after_early = moved_back(limit, delayed.after, delayed.after_early, taken * limit.unit)
-        limit.full_at, limit.early, limit.dirty = delayed.after, delayed.after_early, true
+        local at, early = delayed.after, delayed.after_early
         if delayed.units == 0 then
-          limit.full_at, limit.early, limit.queued_from = delayed.before, delayed.before_early, delayed.queued_from
+          at, early, limit.queued_from = delayed.before, delayed.before_early, delayed.queued_from
           limit.list[limit.n] = nil
           limit.n = #limit.list
         end
+        take_last(limit, at, early, taken)
+        limit.dirty = true
         delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
       end
-      if units == 0 or stamp < limit.base_at then return end
-      local since_base = (limit.full_at - limit.base_at) * limit.ticks - limit.early
-      local back = math.max(0, math.min(units * limit.unit, limit.refundable, since_base))
+      if units == 0 or stamp < limit.old_from then return end
+      local back
+      if is_young then
+        units = math.min(units, limit.young)
+        limit.young, back = limit.young - units, units * limit.unit
+      else
+        local spare = (limit.full_at - limit.newest) * limit.ticks - limit.early - limit.young * limit.unit
+        back = math.max(0, math.min(units * limit.unit, spare))
+      end
       limit.full_at, limit.early = moved_back(limit, limit.full_at, limit.early, back)
-      limit.refundable = limit.refundable - back
       forget_queue(limit)
     end
 
@@ -246,7 +270,8 @@ local function bucket_rule()
         limit.ticks = math.ceil(limit.count * UNIT_TICKS / limit.window)
         limit.unit = math.ceil(limit.window * limit.ticks / limit.count)
       end
-      limit.full_at, limit.early, limit.base_at, limit.refundable, limit.queued_from, limit.list = 0, 0, 0, 0, NEVER, {}
+      limit.full_at, limit.early, limit.newest, limit.young_from, limit.old_from, limit.young = 0, 0, 0, 0, 0, 0
+      limit.queued_from, limit.list = NEVER, {}
     end
 
     return rule

@@ -176,11 +176,11 @@ local CHUNK_SIZE = 12
 local CHUNK_BLOCK = '<I7I5I7I5I7I5I7I5I7I5I7I5I7I5I7I5'
 local CHUNK_BLOCK_SIZE = 96
 
--- A bucket, then: I7 I4 full at; I7 base; I7 refundable, in ticks, NEVER for no bound; I7 queued from,
--- NEVER for none; I7 ticks in which a unit is refilled; I4 ticks in a microsecond.
+-- A bucket, then: I7 I4 full at; I7 newest stamp; I7 young from; I7 queued from, NEVER for none; I7 ticks in
+-- which a unit is refilled; I4 ticks in a microsecond; I7 old from; I5 units since the young group began.
 -- `full at` is I7, whole microseconds, and I4, how many ticks earlier it is. src/limit/bucket.rs
 -- explains the fields, and bucket.lua the ticks.
-local BUCKET_RECORD = '<c16I7I2I2I7I4I7I7I7I7I4xxxxxxxxxxxxxxxxxx'
+local BUCKET_RECORD = '<c16I7I2I2I7I4I7I7I7I7I4I7I5xxxxxx'
 -- An entry is a delayed permit: it has a later slot than the bucket requires, because another limit
 -- delayed it. I7 slot; I4 units; I7 I4 full at, before the permit; I7 I4 full at, after it; I7
 -- queued from.

@@ -56,7 +56,7 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
       if kind == BUCKET then
         -- The pace of a part counts permits of its owner, and does not limit them.
         local is_pace = lends and i == limit_count
-        local limit, last_stated, n, space, full_at, early, base, refundable, _, unit, ticks =
+        local limit, last_stated, n, space, full_at, early, newest, young_from, _, unit, ticks, old_from, young =
           struct.unpack(BUCKET_RECORD, head, record)
         -- How far the bucket is from full, in ticks. It is full `early` ticks before `full_at`.
         local missing = full_at > now and (full_at - now) * ticks - early or 0
@@ -71,19 +71,21 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
         if full_at > remember_until then remember_until = full_at end
 
         if wait == 0 then
-          if stamp >= full_at then
-            full_at, early, base, refundable = stamp, 0, stamp, NEVER
-          elseif (full_at - stamp) * ticks - early < refundable then
-            refundable = (full_at - stamp) * ticks - early
-          end
+          if stamp >= full_at then full_at, early = stamp, 0 end
           local whole = math.ceil((units * unit - early) / ticks)
           full_at, early = full_at + whole, early + whole * ticks - units * unit
+          local latest = stamp > newest and stamp or newest
+          if (full_at - latest) * ticks - early >= (young + units) * unit then
+            young = young + units
+          else
+            old_from, young_from, young = young_from, newest >= young_from and newest + 1 or young_from, units
+          end
           local free = capacity - math.ceil(((full_at - now) * ticks - early) / unit)
           if free < 0 then free = 0 end
           if free < free_after and not is_pace then free_after = free end
           if full_at > fresh_from then fresh_from = full_at end
-          records = records .. struct.pack(BUCKET_RECORD, limit, last_stated, 0, space, full_at, early, base, refundable,
-            NEVER, unit, ticks)
+          records = records .. struct.pack(BUCKET_RECORD, limit, last_stated, 0, space, full_at, early, latest, young_from,
+            NEVER, unit, ticks, old_from, young)
         end
         region = region + space * DELAYED_SIZE
       else
