@@ -304,17 +304,37 @@ impl BucketState {
     }
 
     /// Counts units that were used without a permit. The upstream accepted them, so its bucket had
-    /// these units. So they leave the bucket empty at most. Fewer units may count for this reason, so
-    /// earlier permits can no longer be taken back.
+    /// these units. So they leave the bucket empty at most.
     pub(super) fn charge(&mut self, now: Micros, stamp: Micros, units: u64) {
-        let empty = self
-            .full_at
-            .max(self.ticks_at(now) + self.capacity * self.unit);
+        let empty = self.full_at.max(self.empty_at(now));
         self.insert(now, stamp, units, false);
-        if self.full_at >= empty {
-            self.full_at = empty;
+        self.cut(empty);
+    }
+
+    /// Takes in that the bucket is empty at most at `moment`, whatever it counts.
+    pub(super) fn leave_empty_at_most(&mut self, moment: Micros) {
+        self.cut(self.empty_at(moment));
+    }
+
+    /// Takes in that the bucket has limited nothing until `now`, so that it may count more than it ever
+    /// held: after the last of these permits it is empty at most.
+    pub(super) fn resume(&mut self, now: Micros) {
+        self.leave_empty_at_most(now.max(self.newest));
+    }
+
+    /// Returns when a bucket is full again that is empty at `moment`.
+    fn empty_at(&self, moment: Micros) -> u128 {
+        self.ticks_at(moment) + self.capacity * self.unit
+    }
+
+    /// Moves `full_at` back to `latest`. If it was later, fewer units than those of all permits count, so none of them
+    /// can be taken back any more.
+    fn cut(&mut self, latest: u128) {
+        if self.full_at >= latest {
+            self.full_at = latest;
             self.young_from = self.young_from.max(self.newest + 1);
             (self.old_from, self.young) = (self.young_from, 0);
+            self.forget_queue();
         }
     }
 

@@ -113,7 +113,11 @@ impl LimitSet {
         let limits = spec.limits();
         for limit in limits {
             if self.states.all().all(|state| state.limit != *limit) {
-                let state = self.begin(*limit, spec, now, ahead, Some(quota));
+                let mut state = self.begin(*limit, spec, now, ahead, Some(quota));
+                // What is booked ahead comes back, because another quota allowed it.
+                if let Algorithm::Bucket(bucket) = &mut state.rule {
+                    bucket.leave_empty_at_most(now);
+                }
                 self.states.push(state);
             }
         }
@@ -131,6 +135,12 @@ impl LimitSet {
             state.last_stated = moment;
             if was_learned {
                 state.last_stated = (2 * moment).saturating_sub(state.in_force_until() + 1);
+            }
+        }
+        let limiting = self.states.limiting().len();
+        for paused in self.states.all_mut().skip(limiting) {
+            if let Algorithm::Bucket(bucket) = &mut paused.rule {
+                bucket.resume(moment);
             }
         }
         self.states.pause_none();

@@ -14,7 +14,9 @@
 //!
 //! While a set quota applies, the other limits of the key are *paused*: they count, refuse nothing,
 //! and are forgotten when no caller has stated them for two windows and a second. When it ends, its
-//! limits count as if callers stated them at that moment, and those of callers apply at once.
+//! limits count as if callers stated them at that moment, and those of callers apply at once. More may
+//! have been used than a paused bucket has, so it is empty at most then. So is a bucket that begins to apply
+//! with a set quota, whatever was booked ahead.
 //!
 //! What an operator sets goes before what is learned. So a quota is not learned while one of an
 //! operator applies. An operator's quota ends when it was not used for its life, and a learned one when

@@ -963,22 +963,14 @@ fn a_late_return_fills_no_bucket_that_begins_empty() {
 /// A bucket that is set begins empty at most: it owes nothing for what the window before remembers.
 #[test]
 fn a_set_bucket_owes_nothing_for_what_was_used() {
-    let (hour, day) = (millis(3_600_000), millis(86_400_000));
+    let hour = millis(3_600_000);
     let window = terms(Quota::new(100, hour));
     let mut ledger = Ledger::new(&window, START);
     ledger
         .book(&window, order(1, 100, START, 10_000), |_| ())
         .unwrap();
     let now = START + 60_000_000;
-    let bucket = terms(Quota::bucket(10).refill(100, hour));
-    let change = QuotaChange {
-        kind: ChangeKind::Set,
-        life: day,
-        above: 0,
-    };
-    let version = ledger.change_quota(&bucket, change, now);
-    let bucket = bucket.with_quota_version(version, day);
-    ledger.advance(&bucket, now);
+    let bucket = set(&mut ledger, Quota::bucket(10).refill(100, hour), now);
     let (mut slots, unit) = (Vec::new(), 36_000_000);
     ledger
         .book(&bucket, order(1, 10, now + 10 * unit, 10_000), |grant| {
@@ -990,6 +982,94 @@ fn a_set_bucket_owes_nothing_for_what_was_used() {
         slots.last().is_some_and(|last| *last < START + 11 * unit),
         "{slots:?}"
     );
+}
+
+/// Sets a quota. Returns the spec of a caller that knows it.
+fn set(ledger: &mut Ledger, quota: Quota, now: Micros) -> LimitSpec {
+    change(ledger, terms(quota), ChangeKind::Set, now)
+}
+
+/// Ends the quota of `known`. Returns the spec of a caller that knows that, and states `quota`.
+fn unset(ledger: &mut Ledger, known: &LimitSpec, quota: Quota, now: Micros) -> LimitSpec {
+    let spec = terms(quota).with_quota_version(known.quota_version(), known.quota_life());
+    change(ledger, spec, ChangeKind::End, now)
+}
+
+fn change(ledger: &mut Ledger, spec: LimitSpec, kind: ChangeKind, now: Micros) -> LimitSpec {
+    let life = millis(30 * 86_400_000);
+    let version = ledger.change_quota(
+        &spec,
+        QuotaChange {
+            kind,
+            life,
+            above: 0,
+        },
+        now,
+    );
+    let spec = spec.with_quota_version(version, life);
+    ledger.advance(&spec, now);
+    spec
+}
+
+/// Returns the slot of the next permit.
+fn next_slot(ledger: &mut Ledger, spec: &LimitSpec, now: Micros) -> Micros {
+    ledger.advance(spec, now);
+    ledger.next_slot(spec, 1, 10_000)
+}
+
+/// A bucket that was paused while more was used than it has is empty at most.
+#[test]
+fn a_paused_bucket_gets_into_no_debt() {
+    let (hour, own) = (3_600_000, Quota::bucket(10).refill(100, millis(3_600_000)));
+    let mut ledger = Ledger::new(&terms(own), START);
+    let larger = set(&mut ledger, Quota::new(10_000, millis(hour)), START);
+    let mut now = START;
+    for _ in 0..5 {
+        now += 600_000_000;
+        ledger.advance(&larger, now);
+        ledger
+            .book(&larger, order(1000, 1, now, 10_000), |_| ())
+            .unwrap();
+    }
+    let own = unset(&mut ledger, &larger, own, now);
+    let slot = next_slot(&mut ledger, &own, now);
+    assert!(slot > now && slot <= now + 36_100_000, "{} us", slot - now);
+}
+
+/// A bucket that is set owes nothing for a queue that gives up, because another quota allowed it.
+#[test]
+fn a_set_bucket_owes_nothing_for_a_queue() {
+    let own = terms(Quota::per_minute(100));
+    let mut ledger = Ledger::new(&own, START);
+    let mut queue = Vec::new();
+    ledger
+        .book(&own, order(1, 400, START + 600_000_000, 10_000), |grant| {
+            let unused = UnusedPermits {
+                slot: grant.slot,
+                stamp: grant.stamp,
+                units: 1,
+                incarnation: 0,
+            };
+            queue.extend((0..grant.count).map(|_| unused));
+        })
+        .unwrap();
+    queue.retain(|unused| unused.slot > START);
+    let now = START + 100_000;
+    let bucket = set(
+        &mut ledger,
+        Quota::bucket(20).refill(200, millis(60_000)),
+        now,
+    );
+    let mut reversed = ledger.clone();
+    queue.iter().for_each(|unused| ledger.take_back(*unused));
+    queue
+        .iter()
+        .rev()
+        .for_each(|unused| reversed.take_back(*unused));
+    for ledger in [&mut ledger, &mut reversed] {
+        let slot = next_slot(ledger, &bucket, now);
+        assert!(slot > now && slot <= now + 300_000, "{} us", slot - now);
+    }
 }
 
 /// Two layers with different quotas for one key, or a quota that changed.

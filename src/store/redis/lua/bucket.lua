@@ -141,20 +141,36 @@ local function bucket_rule()
       return at > other or (at == other and early < other_early)
     end
 
+    -- Moves `full_at` back to `at`, `early`. If it was later, fewer units than those of all permits count, so
+    -- none of them can be taken back any more.
+    local function cut(limit, at, early)
+      if is_later(at, early, limit.full_at, limit.early) then return end
+      limit.full_at, limit.early = at, early
+      limit.young_from = math.max(limit.young_from, limit.newest + 1)
+      limit.old_from, limit.young = limit.young_from, 0
+      forget_queue(limit)
+    end
+
+    -- Takes in that the bucket is empty at most at a moment, whatever it counts.
+    function rule.leave_empty_at_most(limit, moment)
+      cut(limit, moved_back(limit, moment, 0, -limit.capacity * limit.unit))
+    end
+
+    -- Takes in that the bucket has limited nothing until `moment`, so that it may count more than it ever
+    -- held: after the last of these permits it is empty at most.
+    function rule.resume(limit, moment)
+      rule.leave_empty_at_most(limit, math.max(moment, limit.newest))
+    end
+
     -- Counts units that were used without a permit. The upstream accepted them, so its bucket had
-    -- these units. So they leave the bucket empty at most. Fewer units may count for this reason, so
-    -- earlier permits can no longer be taken back.
+    -- these units. So they leave the bucket empty at most.
     function rule.charge(limit, _, stamp, units)
       local empty, empty_early = moved_back(limit, state.now, 0, -limit.capacity * limit.unit)
       if is_later(limit.full_at, limit.early, empty, empty_early) then
         empty, empty_early = limit.full_at, limit.early
       end
       insert(limit, state.now, stamp, units < limit.capacity and units or limit.capacity)
-      if not is_later(empty, empty_early, limit.full_at, limit.early) then
-        limit.full_at, limit.early = empty, empty_early
-        limit.young_from = math.max(limit.young_from, limit.newest + 1)
-        limit.old_from, limit.young = limit.young_from, 0
-      end
+      cut(limit, empty, empty_early)
     end
 
     -- Returns whether the last permit was booked in order and has this slot.

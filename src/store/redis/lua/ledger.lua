@@ -31,6 +31,7 @@ local MOST_ROUNDS = 1000
 --   write, region, chunk, used_until
 --                                sliding window: its ring, and its log
 --   see                          bucket: a statement of the upstream
+--   leave_empty_at_most, resume  bucket: more may count than it held
 --   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
 --   number_of, add               fixed window: the number of a window; adds units to it

@@ -58,7 +58,12 @@ local function cold_set_quota()
   local function set(stated)
     local limits, is_chosen = {}, {}
     for i = 1, #stated do
-      local limit = find_limit(#state, stated[i]) or set_quota.begin(stated[i])
+      local limit = find_limit(#state, stated[i])
+      if not limit then
+        limit = set_quota.begin(stated[i])
+        -- What is booked ahead comes back, because another quota allowed it.
+        if limit.kind == BUCKET then limit.rule.cold().leave_empty_at_most(limit, state.now) end
+      end
       limit.last_stated = state.now
       if not is_chosen[limit] then limits[#limits + 1], is_chosen[limit] = limit, true end
     end
@@ -77,6 +82,9 @@ local function cold_set_quota()
     for i = 1, state.limiting do
       state[i].last_stated = moment
       if was_learned then state[i].last_stated = 2 * moment - in_force_until(state[i]) - 1 end
+    end
+    for i = state.limiting + 1, #state do
+      if state[i].kind == BUCKET then state[i].rule.cold().resume(state[i], moment) end
     end
     state.limiting = #state
   end
@@ -101,13 +109,14 @@ local function cold_set_quota()
     local before, now = state.quota or { version = 0, life = 0, booked_until = 0, lost_until = 0 }, state.now
     local life, in_flight, margin = quota_life, quota_in_flight, 0
     cold().drop_returned()
+    local booked_until = cold().log_end()
     if is_set(before.version) then unset(now, is_learned(before.version)) end
     if not is_set(version) then
       life, in_flight, margin = math.max(life, before.life), 0, END_MARGIN
     end
     state.quota = {
       kind = QUOTA, version = version, ends = now + life + margin, life = life, in_flight = in_flight,
-      booked_until = math.max(before.booked_until, cold().log_end(), now), lost_until = before.lost_until,
+      booked_until = math.max(before.booked_until, booked_until, now), lost_until = before.lost_until,
     }
     state.changed, state.must_rewrite, state.has_new_version = true, true, true
   end
