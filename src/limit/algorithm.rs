@@ -142,6 +142,40 @@ impl Algorithm {
         }
     }
 
+    /// Returns what the limit remembers of the time until `now`, for a limit that begins then. The parts
+    /// are like joined bookings: the slots of their units are not kept. Of the upcoming slots of fixed windows and
+    /// buckets, nothing is returned.
+    pub(super) fn earlier_use(&self, now: Micros, transit_slack: Micros) -> Vec<AdvanceBooking> {
+        let used_at = |last: Micros, units: u64| AdvanceBooking {
+            slot: last,
+            last_slot: last,
+            stamp: last + transit_slack,
+            units,
+        };
+        match self {
+            Algorithm::Window(window) => {
+                // The units of a chunk are later than the chunk before.
+                let mut before = now;
+                let chunks = window.chunks().map(|chunk| {
+                    let slot = before.min(chunk.stamp);
+                    before = before.max(chunk.stamp);
+                    AdvanceBooking {
+                        slot,
+                        last_slot: chunk.stamp,
+                        stamp: chunk.stamp,
+                        units: chunk.count,
+                    }
+                });
+                chunks.collect()
+            }
+            Algorithm::Bucket(bucket) => vec![used_at(now, bucket.used(now))],
+            Algorithm::Fixed(fixed) => {
+                let uses = fixed.last_uses(now);
+                uses.map(|(last, units)| used_at(last, units)).collect()
+            }
+        }
+    }
+
     /// Returns how far the slots of joined advance bookings may be apart.
     pub(super) fn longest_join(&self) -> Micros {
         match self {

@@ -215,6 +215,17 @@ impl Fixed {
         self.units_with(advance, self.number(now))
     }
 
+    /// Returns the units of each window that has begun and is kept, with the last moment, not after
+    /// `now`, at which they may have been used.
+    pub(super) fn last_uses(&self, now: Micros) -> impl Iterator<Item = (Micros, u64)> {
+        let current = self.number(now);
+        let begun = self
+            .used
+            .iter()
+            .filter(move |(number, _)| *number <= current);
+        begun.map(move |&(number, units)| (now.min(self.start(number + 1) - 1), units))
+    }
+
     /// Counts units in the window of `slot`.
     pub(super) fn insert(&mut self, slot: Micros, stamp: Micros, units: u64) {
         self.last_stamp = self.last_stamp.max(stamp);

@@ -220,35 +220,29 @@ impl LimitSet {
 
     /// Makes the algorithm of a limit that is new to this key. It starts with the use that the
     /// other limits remember. For a fixed window, that of another one of the same length; or else the
-    /// log of the longest sliding window; or else the largest number of units in use.
+    /// log of the longest sliding window; or else that of the limit that remembers the most units.
     fn rule_for(&self, limit: Limit, now: Micros, ahead: i64, transit_slack: Micros) -> Algorithm {
         if let Some(same) = self.same_windows(limit) {
             return Algorithm::Fixed(Box::new(same.with_limit(limit.count())));
         }
         let mut rule = Algorithm::new(limit, ahead);
-        match self.longest_window() {
-            Some(LimitState {
-                rule: Algorithm::Window(window),
-                ..
-            }) => {
-                // Each chunk counts as if its stamp were now.
-                for chunk in window.chunks() {
-                    match &mut rule {
-                        // What was used before leaves a bucket empty at most, and not in debt for as long
-                        // as the window remembers.
-                        Algorithm::Bucket(bucket) if chunk.stamp <= now => {
-                            bucket.charge(chunk.stamp, chunk.stamp, chunk.count);
-                        }
-                        rule => rule.insert(chunk.stamp, chunk.stamp, chunk.stamp, chunk.count),
-                    }
-                }
+        let uses = match self.longest_window() {
+            Some(longest) => longest.rule.earlier_use(now, transit_slack),
+            None => {
+                let all = self.states.all();
+                let uses = all.map(|state| state.rule.earlier_use(now, transit_slack));
+                let most = uses.max_by_key(|uses| uses.iter().map(|used| used.units).sum::<u64>());
+                most.unwrap_or_default()
             }
-            _ => {
-                let used = self.states.all().map(|state| state.rule.used(now)).max();
-                let used = used.unwrap_or(0).min(u64::from(limit.largest_cost()));
-                if used > 0 {
-                    rule.insert(now, now, now + transit_slack, used);
+        };
+        for used in uses.into_iter().filter(|used| used.units > 0) {
+            match &mut rule {
+                // What was used before leaves a bucket empty at most, and not in debt for as long
+                // as the window remembers.
+                Algorithm::Bucket(bucket) if used.last_slot <= now => {
+                    bucket.charge(used.last_slot, used.stamp, used.units);
                 }
+                rule => rule.insert_due(used.last_slot, used),
             }
         }
         rule.advance(now);

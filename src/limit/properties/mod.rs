@@ -1072,6 +1072,55 @@ fn a_set_bucket_owes_nothing_for_a_queue() {
     }
 }
 
+/// A limit that begins just after the boundary of fixed windows knows what was used before.
+#[test]
+fn a_limit_beside_fixed_windows_knows_the_window_before() {
+    let hour = 3_600_000_000;
+    let boundary = START / hour * hour + hour;
+    let fixed = Quota::fixed(1000, millis(hour / 1000));
+    let mut ledger = Ledger::new(&terms(fixed), boundary - 1_000_000);
+    let earlier = order(1, 100, boundary - 1_000_000, 10_000);
+    ledger.book(&terms(fixed), earlier, |_| ()).unwrap();
+    let now = boundary + 1_000_000;
+    let minute = Quota::per_minute(100);
+    let mut changed = ledger.clone();
+    let set = set(&mut changed, minute, now);
+    for (mut ledger, spec) in [(changed, set), (ledger, terms(fixed.and(minute)))] {
+        let slot = next_slot(&mut ledger, &spec, now);
+        assert!(slot > boundary + 59_900_000, "{} us", slot - now);
+        assert!(slot < boundary + 60_100_000, "{} us", slot - now);
+    }
+}
+
+/// A fixed window that begins with a log counts units that were used now, although the chunk they are in has a later
+/// stamp.
+#[test]
+fn a_fixed_window_counts_a_chunk_from_now_on() {
+    let (minute, hour) = (60_000_000, 3_600_000_000);
+    let start = START / hour * hour;
+    let log = terms(Quota::per_hour(10_000));
+    let mut ledger = Ledger::new(&log, start);
+    let mut book = |now: Micros, count: u32, latest: Micros| {
+        ledger.advance(&log, now);
+        ledger
+            .book(&log, order(1, count, latest, 10_000), |_| ())
+            .unwrap();
+    };
+    book(start, 9901, start);
+    let now = start + 50 * minute + 5_000_000;
+    book(now, 97, now);
+    book(now + 1_000_000, 2, now + 1_000_000);
+    // A waiter books the next slot. It is almost ten minutes ahead.
+    book(now + 2_000_000, 1, Micros::MAX / 4);
+    let fixed = set(
+        &mut ledger,
+        Quota::fixed(20, millis(60_000)),
+        now + 3_000_000,
+    );
+    let slot = next_slot(&mut ledger, &fixed, now + 4_000_000);
+    assert!(slot >= start + 51 * minute, "{} us", slot - now);
+}
+
 /// Two layers with different quotas for one key, or a quota that changed.
 #[test]
 fn the_strictest_stated_quota_applies_until_forgotten() {

@@ -43,7 +43,7 @@ fn constants_of_rules_are_those_of_their_twins() {
         "external.lua" "OLDEST_RESPONSE", "external.rs" "OLDEST_RESPONSE: Micros";
         "advance.lua" "TOLERANCE", "advance.rs" "TOLERANCE: Micros";
         "advance.lua" "MOST_ADVANCE", "advance.rs" "MOST: usize";
-        "advance.lua" "MOST_JOINED_WINDOWS", "fixed.rs" "MOST_JOINED_WINDOWS: u64";
+        "fixed.lua" "MOST_JOINED_WINDOWS", "fixed.rs" "MOST_JOINED_WINDOWS: u64";
         "ledger.lua" "MOST_LIMITS", "limit_set.rs" "MOST_LIMITS: usize";
         "ledger.lua" "MOST_ROUNDS", "limit_set.rs" "MOST_ROUNDS: usize";
         "ledger.lua" "MOST_RETURNED", "returned.rs" "MOST: usize";

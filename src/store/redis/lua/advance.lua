@@ -22,8 +22,6 @@ local function cold_advance()
   local TOLERANCE = 10000
   -- The most advance bookings of a key.
   local MOST_ADVANCE = 256
-  -- The most fixed windows between the slots of bookings that join.
-  local MOST_JOINED_WINDOWS = 8
   -- The bookings, sorted by slot: a list of each of their numbers, as they are packed.
   local slots, last_slots, stamps, units = {}, {}, {}, {}
 
@@ -180,19 +178,13 @@ local function cold_advance()
     end
   end
 
-  -- Returns the numbers of the first and of the last fixed window in which a booking counts.
-  local function windows_of(limit, slot, last_slot)
-    local first, last = limit.rule.number_of(limit, slot), limit.rule.number_of(limit, last_slot)
-    return first, last < first + MOST_JOINED_WINDOWS and last or first + MOST_JOINED_WINDOWS
-  end
-
   -- Returns the units booked in a fixed window. `limit.booked` keeps them by the number of the window.
   function advance.booked_in(limit, number)
     local booked = limit.booked
     if not booked then
       booked = {}
       for i = 1, #slots do
-        local first, last = windows_of(limit, slots[i], last_slots[i])
+        local first, last = limit.rule.windows_of(limit, slots[i], last_slots[i])
         for n = first, last do
           booked[n] = (booked[n] or 0) + units[i]
         end
@@ -214,7 +206,7 @@ local function cold_advance()
     if slots[1] and limit.kind == WINDOW then return limit.window + math.max(unpack(stamps)) end
     if limit.kind == BUCKET then from = replayed(limit, #slots + 1) end
     for i = 1, limit.kind == FIXED and #slots or 0 do
-      local _, last = windows_of(limit, slots[i], last_slots[i])
+      local _, last = limit.rule.windows_of(limit, slots[i], last_slots[i])
       from = math.max(from, (last + 1) * limit.window - limit.phase)
     end
     return from
@@ -254,11 +246,7 @@ local function cold_advance()
       for i = 1, #state do
         local limit = state[i]
         if limit.kind == FIXED then
-          if stamp > limit.last_stamp then limit.last_stamp = stamp end
-          local first, last = windows_of(limit, slot, last_slot)
-          for number = first, last do
-            limit.rule.add(limit, number, count)
-          end
+          limit.rule.insert_due(limit, slot, last_slot, stamp, count)
         else
           limit.rule.insert(limit, slot, stamp, count)
         end
@@ -295,7 +283,7 @@ local function cold_advance()
     local longest, cheapest, least = NEVER, nil, math.huge
     for i = 1, #state do
       local limit = state[i]
-      if limit.kind == FIXED then longest = math.min(longest, limit.window * MOST_JOINED_WINDOWS) end
+      if limit.kind == FIXED then longest = math.min(longest, limit.rule.longest_join(limit)) end
     end
     local slot, stamp, count = slots[1], stamps[1], units[1]
     for i = 1, #slots - 1 do

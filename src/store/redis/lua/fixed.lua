@@ -15,6 +15,8 @@
 local function fixed_rule()
   -- The most uses that are kept. If more windows are booked ahead, the earliest of them closes.
   local MOST_WINDOWS = 64
+  -- The most windows between the slots of bookings that join.
+  local MOST_JOINED_WINDOWS = 8
   -- A smaller move of the boundaries is a drift of the clocks, not a step. In microseconds.
   local SMALLEST_STEP = 20000
 
@@ -139,6 +141,26 @@ local function fixed_rule()
     add(limit, number_of(limit, slot), units)
   end
 
+  -- Returns the numbers of the first and of the last window in which joined bookings count.
+  local function windows_of(limit, slot, last_slot)
+    local first, last = number_of(limit, slot), number_of(limit, last_slot)
+    return first, last < first + MOST_JOINED_WINDOWS and last or first + MOST_JOINED_WINDOWS
+  end
+
+  -- Counts units of joined bookings.
+  local function insert_due(limit, slot, last_slot, stamp, units)
+    if stamp > limit.last_stamp then limit.last_stamp = stamp end
+    local first, last = windows_of(limit, slot, last_slot)
+    for number = first, last do
+      add(limit, number, units)
+    end
+  end
+
+  -- Returns how far the slots of joined bookings may be apart.
+  local function longest_join(limit)
+    return limit.window * MOST_JOINED_WINDOWS
+  end
+
   -- Counts units that were used without a permit. If they are more than the limit, as many as the
   -- limit count. Units that were used in an earlier window than the current one do not count.
   local function charge(limit, used_at, _, units)
@@ -196,7 +218,7 @@ local function fixed_rule()
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
     read = read, record = record, advance = advance, first_slot = first_slot, room = room, insert = insert,
     fresh_from = fresh_from, charge = charge, subtract = subtract, used = used, new = new, align = align,
-    number_of = number_of, add = add, cold = 0,
+    number_of = number_of, windows_of = windows_of, insert_due = insert_due, longest_join = longest_join, cold = 0,
   }
 
   -- Returns the rule, which has all functions.

@@ -34,7 +34,9 @@ local MOST_ROUNDS = 1000
 --   leave_empty_at_most, resume  bucket: more may count than it held
 --   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
---   number_of, add               fixed window: the number of a window; adds units to it
+--   number_of                    fixed window: the number of a window
+--   windows_of, insert_due, longest_join
+--                                fixed window: joined bookings
 --   after, first_with, held, latest_full_before, most_between
 --                                bucket: permits that are replayed
 -- If there are advance bookings, `cold_advance` replaces first_slot and room of windows and buckets.
@@ -310,21 +312,46 @@ local function cold()
     end
   end
 
+  -- Returns what a limit remembers of the time until now, as joined bookings, and the sum of the units.
+  -- `earlier_use` in src/limit/algorithm.rs explains this.
+  local function earlier_use(limit)
+    local now, uses, sum = state.now, {}, 0
+    local function note(slot, last_slot, stamp, units)
+      if units > 0 then uses[#uses + 1] = { slot = slot, last_slot = last_slot, stamp = stamp, units = units } end
+      sum = sum + units
+    end
+    if limit.kind == WINDOW then
+      local before = now
+      for i = 0, limit.n - 1 do
+        local stamp, units = limit.rule.chunk(limit, i)
+        note(math.min(before, stamp), stamp, stamp, units)
+        before = math.max(before, stamp)
+      end
+    elseif limit.kind == FIXED then
+      for _, use in ipairs(entries(limit)) do
+        local start = use.number * limit.window - limit.phase
+        local last = math.min(now, start + limit.window - 1)
+        if start <= now then note(last, last, last + state.slack, use.units) end
+      end
+    else
+      note(now, now, now + state.slack, limit.rule.cold().used(limit))
+    end
+    return uses, sum
+  end
+
   -- Adds a limit that is new to this key. It starts with the use that the other limits remember. For a
   -- fixed window, that of another one of the same length; or else the log of the longest sliding window;
-  -- or else the largest number of units in use. Returns the limit, and whether it counts each permit that
+  -- or else that of the limit that remembers the most units. Returns the limit, and whether it counts each permit that
   -- comes back, because it begins with a log of all of them.
   function ledger.add(bytes)
     local limit = new_limit(bytes, 0)
     local kind, window, rule = limit.kind, limit.window, limit.rule
     limit.last_stated = lends and state.now + STATED_AHEAD or state.now
-    local same, longest, most_used = nil, nil, 0
+    local same, longest, uses, most = nil, nil, {}, 0
     for i = 1, #state do
       local other = state[i]
       if kind == FIXED and other.kind == FIXED and other.window == window then same = same or other end
       if other.kind == WINDOW and (not longest or other.window >= longest.window) then longest = other end
-      local used = other.rule.cold().used(other)
-      if used > most_used then most_used = used end
     end
     local knows_all = #state == 0 or same or (kind ~= FIXED and longest)
     rule.cold().new(limit)
@@ -334,22 +361,27 @@ local function cold()
         limit.list[i] = { number = use.number, units = use.units }
       end
       limit.n = #limit.list
-    elseif longest then
+    else
+      for i = 1, #state do
+        if not longest or state[i] == longest then
+          local its_uses, sum = earlier_use(state[i])
+          if sum >= most then uses, most = its_uses, sum end
+        end
+      end
       local now = state.now
-      -- Each chunk counts as if its stamp were now. What was used before leaves a bucket empty at most.
-      for i = 0, longest.n - 1 do
-        local stamp, units = longest.rule.chunk(longest, i)
-        state.now = stamp
-        if kind == BUCKET and stamp <= now then
-          rule.cold().charge(limit, stamp, stamp, units)
+      for _, used in ipairs(uses) do
+        -- What was used before leaves a bucket empty at most, and not in debt for as long as the window remembers.
+        local is_past = used.last_slot <= now
+        state.now = used.last_slot
+        if kind == BUCKET and is_past then
+          rule.cold().charge(limit, used.last_slot, used.stamp, used.units)
+        elseif kind == FIXED then
+          rule.insert_due(limit, used.slot, used.last_slot, used.stamp, used.units)
         else
-          rule.insert(limit, stamp, stamp, units)
+          rule.insert(limit, used.slot, used.stamp, used.units)
         end
       end
       state.now = now
-    elseif most_used > 0 then
-      local largest = largest_cost(limit)
-      rule.insert(limit, state.now, state.now + state.slack, most_used < largest and most_used or largest)
     end
     rule.advance(limit)
     state[#state + 1] = limit
