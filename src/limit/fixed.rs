@@ -177,8 +177,7 @@ impl Fixed {
         advance: &[AdvanceBooking],
     ) -> Micros {
         let PermitTime { life, guard, .. } = open;
-        // The guard of a caller that does not know this limit may be longer than a window.
-        let guard = guard.min(self.window / 4);
+        let guard = self.bounded(guard);
         let most = self.limit.saturating_sub(reserved).max(cost);
         let mut window = self.number(from).max(self.open_from);
         let whole = self.window.saturating_sub(2 * guard);
@@ -194,6 +193,18 @@ impl Fixed {
             }
             window += 1;
         }
+    }
+
+    /// Returns how long a permit may be valid at a slot, so that it is used in the window of that slot.
+    pub(super) fn longest_life(&self, slot: Micros, guard: Micros) -> Micros {
+        let end = self.start(self.number(slot) + 1);
+        end.saturating_sub(self.bounded(guard)).saturating_sub(slot)
+    }
+
+    /// Returns the guard that applies. That of a caller that does not know this limit may be longer than a
+    /// window.
+    fn bounded(&self, guard: Micros) -> Micros {
+        guard.min(self.window / 4)
     }
 
     /// Returns whether the window of a moment takes units.

@@ -67,7 +67,7 @@ pub(crate) struct Order {
     pub(crate) earliest: Micros,
     /// The latest slot that is of use.
     pub(crate) latest: Micros,
-    /// How long after its slot a permit must be valid.
+    /// How long after its slot a permit should be valid.
     pub(crate) life: Micros,
     /// Whether the permits are borrowed from the part of another class.
     pub(crate) borrows: bool,
@@ -421,9 +421,10 @@ impl Ledger {
         let mut reached = from;
         while count > 0 {
             let (slot, limit) = self.first_slot(reached, cost, open);
-            let again = self
-                .returned_mut()
-                .and_then(|returned| returned.take(from..=slot.min(latest), cost, count, open));
+            let within = from..=slot.min(latest);
+            let returned = self.rare.as_deref_mut().map(|rare| &mut rare.returned);
+            let again = returned
+                .and_then(|returned| returned.take(&self.limits, within, cost, count, open));
             if let Some(booking) = again {
                 count -= booking.count;
                 granted(booking);
@@ -433,7 +434,8 @@ impl Ledger {
                 let slot = self.or_returned(slot, from, cost, open);
                 return Err(TooLate { slot, limit });
             }
-            let stamp = slot + open.length();
+            let life = self.limits.longest_life(slot, open);
+            let stamp = slot + life + open.transit_slack;
             let fits = if open.borrows.is_some() {
                 1
             } else {
@@ -493,7 +495,8 @@ impl Ledger {
         if slot > self.now {
             return None;
         }
-        let stamp = slot + open.length();
+        let life = self.limits.longest_life(slot, open);
+        let stamp = slot + life + open.transit_slack;
         self.limits.insert(self.now, slot, stamp, u64::from(count));
         Some(Booking {
             slot,
@@ -658,7 +661,7 @@ impl Ledger {
     /// `from`.
     fn or_returned(&self, slot: Micros, from: Micros, cost: u64, open: PermitTime) -> Micros {
         self.returned()
-            .and_then(|returned| returned.first(from, cost, open))
+            .and_then(|returned| returned.first(&self.limits, from, cost, open))
             .map_or(slot, |returned| returned.min(slot))
     }
 

@@ -363,6 +363,17 @@ impl LimitSet {
         states.any(|state| matches!(state.rule, Algorithm::Bucket(_)))
     }
 
+    /// Returns for how long a permit is valid at a slot: for the life that its caller asks for, but no longer than
+    /// the fixed windows that have the slot, which may be those of another caller.
+    pub(super) fn longest_life(&self, slot: Micros, open: PermitTime) -> Micros {
+        let limiting = self.states.limiting();
+        let lives = limiting.filter_map(|state| match &state.rule {
+            Algorithm::Fixed(fixed) => Some(fixed.longest_life(slot, open.guard)),
+            _ => None,
+        });
+        lives.fold(open.life, Micros::min)
+    }
+
     /// Returns how far the slots of joined advance bookings may be apart.
     pub(super) fn longest_join(&self) -> Micros {
         let spans = self.states.all().map(|state| state.rule.longest_join());

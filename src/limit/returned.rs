@@ -14,6 +14,7 @@
 use std::ops::RangeInclusive;
 
 use super::algorithm::PermitTime;
+use super::limit_set::LimitSet;
 use super::{Booking, Micros, UnusedPermits};
 
 #[derive(Clone, Debug, Default)]
@@ -42,20 +43,36 @@ impl ReturnedSlots {
     }
 
     /// Returns the index of the first slot, not before `from`, that has `units` and at least half of
-    /// the life of `open`.
-    fn position(&self, from: Micros, units: u64, open: PermitTime) -> Option<usize> {
-        // If the round trips of a process have grown, it requests a longer life than that of the
-        // slots it gave back. Half the life is better than a lost slot.
-        let shortest = open.life / 2 + open.transit_slack;
-        self.slots.iter().position(|unused| {
-            unused.slot >= from && unused.units >= units && unused.slot + shortest <= unused.stamp
+    /// the life of `open`, and for how long its permits are valid.
+    fn position(
+        &self,
+        limits: &LimitSet,
+        from: Micros,
+        units: u64,
+        open: PermitTime,
+    ) -> Option<(usize, Micros)> {
+        let slots = self.slots.iter().enumerate();
+        let mut fitting = slots.filter(|(_, slot)| slot.slot >= from && slot.units >= units);
+        fitting.find_map(|(index, unused)| {
+            // The slack of the caller that booked the slot may have been longer.
+            let life = unused.stamp.checked_sub(unused.slot + open.transit_slack)?;
+            let life = life.min(limits.longest_life(unused.slot, open));
+            // If the round trips of a process have grown, it requests a longer life than that of the
+            // slots it gave back. Half the life is better than a lost slot.
+            (life >= open.life / 2).then_some((index, life))
         })
     }
 
     /// Returns the first slot, not before `from`, that has `units` and at least half of the life of
     /// `open`.
-    pub(super) fn first(&self, from: Micros, units: u64, open: PermitTime) -> Option<Micros> {
-        let index = self.position(from, units, open)?;
+    pub(super) fn first(
+        &self,
+        limits: &LimitSet,
+        from: Micros,
+        units: u64,
+        open: PermitTime,
+    ) -> Option<Micros> {
+        let (index, _) = self.position(limits, from, units, open)?;
         Some(self.slots[index].slot)
     }
 
@@ -63,12 +80,13 @@ impl ReturnedSlots {
     /// within `span`.
     pub(super) fn take(
         &mut self,
+        limits: &LimitSet,
         span: RangeInclusive<Micros>,
         cost: u64,
         count: u32,
         open: PermitTime,
     ) -> Option<Booking> {
-        let index = self.position(*span.start(), cost, open)?;
+        let (index, life) = self.position(limits, *span.start(), cost, open)?;
         let unused = &mut self.slots[index];
         if unused.slot > *span.end() {
             return None;
@@ -79,7 +97,7 @@ impl ReturnedSlots {
         unused.units -= u64::from(taken) * cost;
         let grant = Booking {
             slot: unused.slot,
-            life: unused.stamp - open.transit_slack - unused.slot,
+            life,
             stamp: unused.stamp,
             count: taken,
         };

@@ -604,6 +604,70 @@ fn a_guard_beyond_foreign_windows_exceeds_none() {
     assert!(used.len() > 5, "{used:?}");
 }
 
+/// A caller whose permits live longer than the windows of another caller keeps their limit all the same.
+#[test]
+fn a_life_beyond_foreign_windows_exceeds_none() {
+    let windows = terms(Quota::fixed(5, millis(100)));
+    let hour = terms(Quota::per_hour(1000));
+    let mut ledger = Ledger::new(&windows, START);
+    ledger.advance(&hour, START);
+    let (latest, long) = (START + 1_000_000, 180_000_000);
+    let mut used = std::collections::BTreeMap::new();
+    let _ = ledger.book(&hour, order(1, 40, latest, long), |grant| {
+        let window = grant.slot / 100_000;
+        assert_eq!(
+            (grant.slot + grant.life + GUARD) / 100_000,
+            window + 1,
+            "{grant:?}"
+        );
+        *used.entry(window).or_default() += grant.count;
+    });
+    assert!(
+        used.len() > 5 && used.values().all(|units: &u32| *units <= 5),
+        "{used:?}"
+    );
+    ledger.advance(&hour, START + 1_020_000);
+    let grant = ledger.prefetch(&hour, 1, long).unwrap();
+    assert_eq!(grant.life, 60_000);
+}
+
+/// A slot that a caller with a long slack gives back is not valid for that slack.
+#[test]
+fn a_returned_slot_lives_no_longer_than_asked() {
+    // The sliding window would not give the slot again.
+    let quota = Quota::fixed(1, millis(200)).and(Quota::new(1, millis(300)));
+    let spec = |slack| LimitSpec::new(quota, millis(slack), millis(20));
+    let (late, prompt) = (spec(200), spec(0));
+    let mut ledger = Ledger::new(&late, START);
+    let mut slots = Vec::new();
+    let latest = START + 10_000_000;
+    ledger
+        .book(&late, order(1, 4, latest, 40_000), |grant| {
+            slots.push(grant)
+        })
+        .unwrap();
+    let UnusedPermits { slot, .. } = give_back(&mut ledger, slots[1]);
+    ledger.advance(&prompt, START);
+    ledger
+        .book(&prompt, order(1, 1, latest, 180_000), |grant| {
+            assert_eq!((grant.slot, grant.stamp), (slot, slots[1].stamp));
+            assert_eq!(grant.life, 160_000);
+            assert_eq!((grant.slot + grant.life) / 200_000, grant.slot / 200_000);
+        })
+        .unwrap();
+}
+
+fn give_back(ledger: &mut Ledger, grant: Booking) -> UnusedPermits {
+    let unused = UnusedPermits {
+        slot: grant.slot,
+        stamp: grant.stamp,
+        units: u64::from(grant.count),
+        incarnation: 0,
+    };
+    ledger.take_back(unused);
+    unused
+}
+
 // ── never idle ──────────────────────────────────────────────────────────────────────────────────
 
 /// Returns how many permits are used in `span` if a request always waits. Every `cancel`-th slot is

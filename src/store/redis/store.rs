@@ -2,7 +2,6 @@
 
 use std::future::Future;
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
 
 use redis::RedisError;
 use redis::aio::ConnectionLike;
@@ -223,13 +222,16 @@ impl Store for RedisStore {
         if !others.is_empty() {
             self.give_back(request.key, request.spec, others);
         }
-        let slack = request.spec.transit_slack();
-        let read = move |reply: &[u8]| codec::read_lease(reply, slack);
         let (key, call) = (self.name(request.key), codec::lease(&request, dice()));
         let is_urgent = request.remaining.is_some_and(|left| left.urgent);
         let is_of_one = matches!(request.demands, [Demand { count: 1, .. }]);
         if let Some(joint) = request.joint.filter(|_| is_of_one && !is_urgent) {
-            return StoreReply::Pending(self.client.call_jointly(joint, key, call, read));
+            return StoreReply::Pending(self.client.call_jointly(
+                joint,
+                key,
+                call,
+                codec::read_lease,
+            ));
         }
         let mut call = vec![Argument::Is(call)];
         // If the state was lost, the call may set the quota anew.
@@ -237,7 +239,10 @@ impl Store for RedisStore {
             let token = sealed_key::of(request.key, self.client.secret, dice());
             call.extend([Argument::Channel(TO_ALL.into()), Argument::Is(token)]);
         }
-        StoreReply::Pending(self.client.call(CallKind::Permits, key, call, read))
+        StoreReply::Pending(
+            self.client
+                .call(CallKind::Permits, key, call, codec::read_lease),
+        )
     }
 
     fn give_back(&self, key: Key, spec: &Arc<LimitSpec>, unused: &[UnusedPermits]) {
@@ -275,7 +280,7 @@ impl Store for RedisStore {
         let token = sealed_key::of(key, self.client.secret, dice());
         let reply = self.client.announce(self.name(key), call, token);
         StoreReply::Pending(Box::pin(async move {
-            let lease = codec::read_lease(&reply.await?, Duration::ZERO);
+            let lease = codec::read_lease(&reply.await?);
             let Lease {
                 hold, set_quota, ..
             } = lease.map_err(StoreError::failed)?;

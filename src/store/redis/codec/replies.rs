@@ -22,7 +22,7 @@ pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
 }
 
 /// Reads the reply to [`lease`](super::lease). The transit slack of the call was `slack`.
-pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Result<Lease, Garbled> {
+pub(in crate::store::redis) fn read_lease(reply: &[u8]) -> Result<Lease, Garbled> {
     let mut reply = ReplyReader(reply);
     reply.format()?;
     let flags = reply.byte()?;
@@ -40,22 +40,23 @@ pub(in crate::store::redis) fn read_lease(reply: &[u8], slack: Duration) -> Resu
     };
     let limit = reply.limit()?;
     let foreign = reply.limit()?;
-    let grant = |cost, count, wait: u64, span: u64| Grant {
+    let grant = |cost, count, wait: u64, life: u64, span: u64| Grant {
         cost,
         count,
         wait: Duration::from_micros(wait),
-        validity: Duration::from_micros(span).saturating_sub(slack),
+        validity: Duration::from_micros(life),
         slot: now + wait,
         stamp: now + wait + span,
     };
     let prefetched_count = reply.int()?;
-    let prefetched_span = reply.long()?;
-    let prefetched = (prefetched_count > 0).then(|| grant(1, prefetched_count, 0, prefetched_span));
+    let (life, span) = (reply.long()?, reply.long()?);
+    let prefetched = (prefetched_count > 0).then(|| grant(1, prefetched_count, 0, life, span));
     let mut grants = Grants::default();
     for _ in 0..reply.number(2)? {
         grants.push(grant(
             reply.int()?,
             reply.int()?,
+            reply.long()?,
             reply.long()?,
             reply.long()?,
         ));

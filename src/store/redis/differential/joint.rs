@@ -142,7 +142,7 @@ impl Keys {
             asked[index] = moment;
             let call = self.call(world, part, Some(moment));
             let reply = self.try_out(world, &self.alone[part.key], &call);
-            let lease = codec::read_lease(&reply, self.specs[part.key].transit_slack()).unwrap();
+            let lease = codec::read_lease(&reply).unwrap();
             let Some(grant) = lease.grants.first() else {
                 return (Found::Not(index), asked);
             };
@@ -209,7 +209,7 @@ fn step_alone(world: &mut World, keys: &mut Keys, key: usize, step: &Step) {
     for name in [keys.joint[key].clone(), keys.alone[key].clone()] {
         let reply = keys.run(world, &name, &call);
         if name == keys.alone[key] {
-            let lease = codec::read_lease(&reply, spec.transit_slack()).unwrap();
+            let lease = codec::read_lease(&reply).unwrap();
             keys.remember(key, &lease);
         }
     }
@@ -238,7 +238,7 @@ fn change(world: &mut World, keys: &mut Keys, quotas: &[Quota], change: Change) 
     let call = quota_change(&spec(quota), kind, life);
     for name in [keys.joint[key].clone(), keys.alone[key].clone()] {
         let reply = keys.run(world, &name, &call);
-        let lease = codec::read_lease(&reply, millis(10)).unwrap();
+        let lease = codec::read_lease(&reply).unwrap();
         let told = lease.set_quota.expect("a change is always stated");
         if change.receives {
             let spec = spec(told.quota.unwrap_or(quotas[key]));
@@ -292,9 +292,8 @@ fn step_jointly(
         let call = keys.call(world, part, (!is_undecided).then_some(asked[index]));
         let name = keys.alone[part.key].clone();
         let alone = keys.run(world, &name, &call);
-        let slack = keys.specs[part.key].transit_slack();
-        let alone = codec::read_lease(&alone, slack).unwrap();
-        let joint = codec::read_lease(&reply.unwrap(), slack).unwrap();
+        let alone = codec::read_lease(&alone).unwrap();
+        let joint = codec::read_lease(&reply.unwrap()).unwrap();
         prop_assert_eq!(decided(&joint), decided(&alone), "part {}", index);
         prop_assert_eq!(&joint.set_quota, &alone.set_quota, "part {}", index);
         let is_last = matches!(found, Found::Common(_, Some(last)) if last == index);

@@ -25,7 +25,7 @@ fn ask(world: &mut World, spec: &Arc<LimitSpec>, count: u32, memory: ClientSessi
         },
         7,
     );
-    codec::read_lease(&world.run_by_memory(call), spec.transit_slack()).unwrap()
+    codec::read_lease(&world.run_by_memory(call)).unwrap()
 }
 
 fn known(first: &Lease, since: Duration) -> ClientSession {

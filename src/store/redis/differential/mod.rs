@@ -489,8 +489,7 @@ fn memory_and_redis_forget_the_same_excess_limits() {
             session: world.memory(),
             ..lease_request(&spec, &demands)
         };
-        let theirs =
-            codec::read_lease(&world.run_by_memory(codec::lease(&request, 7)), millis(10)).unwrap();
+        let theirs = codec::read_lease(&world.run_by_memory(codec::lease(&request, 7))).unwrap();
         (world.incarnation, world.writes, world.seen) =
             (theirs.incarnation, theirs.writes, theirs.now);
         let now = world.now;

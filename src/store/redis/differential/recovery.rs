@@ -93,11 +93,8 @@ fn recovers_as_its_twin(
         };
         // A new state takes its incarnation from the random number of the call, which is one less.
         let random = 100 + number as u64;
-        let theirs = codec::read_lease(
-            &world.run_by_memory(codec::lease(&request, random - 1)),
-            millis(10),
-        )
-        .unwrap();
+        let theirs =
+            codec::read_lease(&world.run_by_memory(codec::lease(&request, random - 1))).unwrap();
         prop_assert_eq!(theirs.now, world.now);
 
         let now = world.now;

@@ -92,7 +92,7 @@ struct Seen {
 /// Makes a change in both. Returns the set quota.
 fn change(world: &mut World, spec: &LimitSpec, kind: ChangeKind, life: Duration) -> SetQuota {
     let call = quota_change(spec, kind, life);
-    let theirs = codec::read_lease(&world.run(&call), millis(10)).unwrap();
+    let theirs = codec::read_lease(&world.run(&call)).unwrap();
     if theirs.incarnation != world.incarnation {
         (world.incarnation, world.seen) = (theirs.incarnation, theirs.now);
     }
@@ -277,7 +277,7 @@ fn set_quotas_without_limits_are_errors() {
     assert!(!exists);
     // The end of a set quota may leave a key to limits of calls in flight.
     let end = world.run(&quota_change(&spec, ChangeKind::End, millis(1000)));
-    let end = codec::read_lease(&end, millis(10)).unwrap().set_quota;
+    let end = codec::read_lease(&end).unwrap().set_quota;
     assert!(end.is_some_and(|end| end.quota.is_none()));
 }
 
@@ -308,7 +308,7 @@ fn lost_states_recover_under_the_set_quota() {
             &lease_request(&Arc::new(spec_of(own)), &demands),
             7,
         ));
-        let first = codec::read_lease(&first, millis(10)).unwrap();
+        let first = codec::read_lease(&first).unwrap();
         (world.incarnation, world.seen) = (first.incarnation, first.now);
         let session = world.memory();
         let told = change(&mut world, &spec_of(set), ChangeKind::Set, millis(60_000));
@@ -326,7 +326,7 @@ fn lost_states_recover_under_the_set_quota() {
                 ..lease_request(spec, &demands)
             };
             let reply = world.run_by_memory(codec::lease(&request, random));
-            codec::read_lease(&reply, millis(10)).unwrap()
+            codec::read_lease(&reply).unwrap()
         };
         world.now += 300_000;
         let (made_at, mut random) = (world.now, 100);

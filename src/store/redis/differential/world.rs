@@ -6,7 +6,7 @@ use std::time::Duration;
 use redis_server::RedisServer;
 
 use super::history::Step;
-use super::{RATES, START, at_time_of_argument, codec, lease_request, millis, script};
+use super::{RATES, START, at_time_of_argument, codec, lease_request, script};
 use crate::key::Key;
 use crate::limit::{ChangeKind, Charge, Ledger, LimitSpec, Micros, UnusedPermits};
 use crate::store::memory::{book, hold, usage};
@@ -168,7 +168,7 @@ impl World {
         };
         let call = codec::lease(&request, 7);
         let theirs = self.run_by_memory(call);
-        let theirs = codec::read_lease(&theirs, spec.transit_slack()).unwrap();
+        let theirs = codec::read_lease(&theirs).unwrap();
         assert_eq!(theirs.now, self.now);
         (self.incarnation, self.writes, self.seen) =
             (theirs.incarnation, theirs.writes, theirs.now);
@@ -179,7 +179,7 @@ impl World {
     pub(super) fn set_hold(&mut self, spec: &Arc<LimitSpec>, change: Option<Option<HoldState>>) {
         let Some(change) = change else { return };
         let call = codec::change(spec, hold_change(change), 7);
-        let theirs = codec::read_lease(&self.run(&call), millis(0)).unwrap();
+        let theirs = codec::read_lease(&self.run(&call)).unwrap();
         if theirs.incarnation != self.incarnation {
             (self.incarnation, self.seen) = (theirs.incarnation, theirs.now);
         }

@@ -109,13 +109,23 @@ local function fixed_rule()
     state.changed = true
   end
 
+  -- Returns the guard that applies. That of a caller that does not know this limit may be longer than a window.
+  local function bounded_guard(limit)
+    return math.min(guard, math.floor(limit.window / 4))
+  end
+
+  -- Returns how long a permit may be valid at a slot, so that it is used in the window of that slot.
+  local function longest_life(limit, slot)
+    local stop = (number_of(limit, slot) + 1) * limit.window - limit.phase - bounded_guard(limit)
+    return stop > slot and stop - slot or 0
+  end
+
   -- Returns the first slot, not before `from`, for `cost` units. The whole life of the permit lies
   -- in one window, and outside the guard of its boundaries. That window has room besides `reserved`
   -- units of other clients, or has no units.
   local function first_slot(limit, from, cost, life, reserved)
     local most = limit.count - reserved > cost and limit.count - reserved or cost
-    -- The guard of a caller that does not know this limit may be longer than a window.
-    local guard = math.min(guard, math.floor(limit.window / 4))
+    local guard = bounded_guard(limit)
     local number, open = math.max(number_of(limit, from), limit.open_from), limit.window - 2 * guard
     open = open > life and open - life or 0
     while true do
@@ -218,7 +228,8 @@ local function fixed_rule()
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
     read = read, record = record, advance = advance, first_slot = first_slot, room = room, insert = insert,
     fresh_from = fresh_from, charge = charge, subtract = subtract, used = used, new = new, align = align,
-    number_of = number_of, windows_of = windows_of, insert_due = insert_due, longest_join = longest_join, cold = 0,
+    number_of = number_of, longest_life = longest_life, windows_of = windows_of, insert_due = insert_due,
+    longest_join = longest_join, cold = 0,
   }
 
   -- Returns the rule, which has all functions.

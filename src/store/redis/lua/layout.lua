@@ -124,15 +124,15 @@ local CALL_REMAINING = '<c16I7I7BI7I4I7B'
 
 -- B format; B status; I7 incarnation; I7 writes; I7 now; I7 remember; I7 wait; I7 free; I7 hold;
 -- I4 releases; c16 the limit that refused; c16 a limit that the call does not have; I4 units
--- prefetched; I7 their span; I2 segments. Zeros stand for no limit.
-local REPLY = '<BBI7I7I7I7I7I7I7I4c16c16I4I7I2'
-local REPLY_SIZE = 100
+-- prefetched; I7 their life; I7 their span from slot to stamp; I2 segments. Zeros stand for no limit.
+local REPLY = '<BBI7I7I7I7I7I7I7I4c16c16I4I7I7I2'
+local REPLY_SIZE = 107
 -- The UNSURE reply to any call. B format; B status; I7 server's clock.
 local UNSURE_REPLY = '<BBI7'
--- I4 cost; I4 permits; I7 wait until the slot; I7 span from slot to stamp.
-local SEGMENT = '<I4I4I7I7'
+-- I4 cost; I4 permits; I7 wait until the slot; I7 life; I7 span from slot to stamp.
+local SEGMENT = '<I4I4I7I7I7'
 -- A reply and its only segment.
-local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4c16c16I4I7I2I4I4I7I7'
+local REPLY_WITH_SEGMENT = '<BBI7I7I7I7I7I7I7I4c16c16I4I7I7I2I4I4I7I7I7'
 -- The reply to a joint request: B format; B status. Then for each key: B what to add to the status of
 -- its reply (0, RECOVERING or LAST); I2 the size of its reply; the reply.
 local JOINT_REPLY = '<BB'

@@ -35,6 +35,7 @@ local MOST_ROUNDS = 1000
 --   would_give_again             bucket: whether it would give a returned slot again
 --   align                        fixed window: its boundaries
 --   number_of                    fixed window: the number of a window
+--   longest_life                 fixed window: of a permit at a slot
 --   windows_of, insert_due, longest_join
 --                                fixed window: joined bookings
 --   after, first_with, held, latest_full_before, most_between
@@ -117,14 +118,25 @@ local function first_slot(cost, life, from)
   return NEVER, nil
 end
 
+-- Returns for how long a permit is valid at a slot: for `life`, but no longer than the fixed windows that
+-- have the slot, which may be those of another caller.
+local function longest_life(slot, life)
+  for i = 1, state.limiting do
+    local limit = state[i]
+    if limit.kind == FIXED then life = math.min(life, limit.rule.longest_life(limit, slot)) end
+  end
+  return life
+end
+
 -- Returns the first returned slot, not before `from`, that has `units` left and at least half of
--- `life`, and its index. src/limit/returned.rs says why half.
+-- `life`, its index, and for how long its permits are valid. src/limit/returned.rs explains this.
 local function find_returned(units, life, from)
   local list, half = state.returned, math.floor(life / 2)
   for i = 1, #list do
     local entry = list[i]
-    if entry.slot >= from and entry.units >= units and entry.slot + half + state.slack <= entry.stamp then
-      return entry, i
+    if entry.slot >= from and entry.units >= units then
+      local its_life = longest_life(entry.slot, math.min(life, entry.stamp - state.slack - entry.slot))
+      if its_life >= half then return entry, i, its_life end
     end
   end
 end

@@ -20,8 +20,8 @@ local function book(cost, count, life, from, last, segments)
   local reached = from
   while count > 0 do
     local slot, refusing = first_slot(cost, life, reached)
-    local entry, index = find_returned(cost, life, from)
-    local stamp, fits = slot + life + state.slack, 1
+    local entry, index, its_life = find_returned(cost, life, from)
+    local stamp, fits
     if entry and entry.slot <= slot and entry.slot <= last then
       slot, stamp, fits = entry.slot, entry.stamp, math.min(count, math.floor(entry.units / cost))
       entry.units = entry.units - fits * cost
@@ -30,8 +30,10 @@ local function book(cost, count, life, from, last, segments)
     elseif slot > last then
       return entry and entry.slot < slot and entry.slot or slot, refusing
     else
+      its_life, fits = longest_life(slot, life), 1
+      stamp = slot + its_life + state.slack
       if count > 1 and not state.borrows then
-        fits = math.max(1, math.min(count, math.floor(room(slot, stamp - slot) / cost)))
+        fits = math.max(1, math.min(count, math.floor(room(slot, life + state.slack) / cost)))
       end
       if advance and advance.is_in_advance(slot, from, cost, life) then
         if not advance.add(slot, stamp, cost * fits) then return slot, refusing end
@@ -42,7 +44,7 @@ local function book(cost, count, life, from, last, segments)
     end
     count = count - fits
     segments.wait = slot - state.now
-    segments[#segments + 1] = struct.pack(SEGMENT, cost, fits, segments.wait, stamp - slot)
+    segments[#segments + 1] = struct.pack(SEGMENT, cost, fits, segments.wait, its_life, stamp - slot)
   end
 end
 
@@ -276,7 +278,7 @@ end
 
 -- 6. Permits.
 local status, wait, refusing, segments = GRANTED, 0, nil, {}
-local prefetched, prefetched_span = 0, 0
+local prefetched, prefetched_life, prefetched_span = 0, 0, 0
 if state.recovering_until > now then
   if demand_count > 0 then status, wait = RECOVERING, state.recovering_until - now end
 elseif state.is_outdated then
@@ -305,7 +307,8 @@ else
     -- At most a quarter of the units that are free now.
     local count = math.min(prefetch_most, math.floor(free_now() / 4))
     if count > 0 and first_slot(count, prefetch_life, state.earliest) <= now then
-      prefetched, prefetched_span = count, prefetch_life + state.slack
+      prefetched, prefetched_life = count, longest_life(now, prefetch_life)
+      prefetched_span = prefetched_life + state.slack
       insert(now, now + prefetched_span, count)
     end
   end
@@ -376,5 +379,5 @@ for i = state.limiting, 1, -1 do
 end
 return struct.pack(REPLY, FORMAT, status + shared + is_cut * CUT, incarnation, writes, now, remember, wait, free,
   state.earliest - now, releases, refusing and refusing.bytes or NO_LIMIT, foreign and foreign.bytes or NO_LIMIT,
-  prefetched, prefetched_span, #segments) .. table.concat(segments) .. quota_part,
+  prefetched, prefetched_life, prefetched_span, #segments) .. table.concat(segments) .. quota_part,
   status % SHARED, segments.wait

@@ -174,12 +174,12 @@ if operation == LEASE and not moment and demand_count == 1 and return_count + ch
       redis_write('SETRANGE', key, '0', struct.pack(HEAD, FORMAT, record_count, 0, returned_space, incarnation, writes + 1,
         made_at, recovering_until, offset, now, expires, held_until, releases) .. records)
       return struct.pack(REPLY_WITH_SEGMENT, FORMAT, GRANTED, incarnation, writes + 1, now, left, 0, free_after, 0, releases,
-        NO_LIMIT, NO_LIMIT, 0, 0, 1, cost, permits, 0, stamp - now), GRANTED, 0
+        NO_LIMIT, NO_LIMIT, 0, 0, 0, 1, cost, permits, 0, life, stamp - now), GRANTED, 0
     elseif not is_restated then
       -- A refusal writes nothing. If it has to record that the call stated a limit, main.lua
       -- decides.
       return struct.pack(REPLY, FORMAT, REFUSED, incarnation, writes, now, remember_until - now, wait, 0, 0, releases,
-        refusing, NO_LIMIT, 0, 0, 0), REFUSED
+        refusing, NO_LIMIT, 0, 0, 0, 0), REFUSED
     end
   end
 end
