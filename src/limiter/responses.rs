@@ -77,10 +77,11 @@ impl AnsweredCall<'_> {
                 self.accepted(core, held, now);
             }
             if core.is_divided() {
-                // The refusals of one class hold the others, too, so what is accepted counts for all of them.
-                for (core, key) in core.all_parts(key) {
-                    let hold = core.hold_key(key, self.admitted.host);
-                    core.with_state(hold, now, |state, _| state.hold.accepts_others(sent));
+                // The refusals of one class hold the others, too, so what is accepted counts for them.
+                for (core, of_class) in core.all_parts(key).filter(|(_, other)| *other != key) {
+                    let hold = core.hold_key(of_class, self.admitted.host);
+                    core.states
+                        .find(hold, |state| state.hold.accepts_others(sent, now));
                 }
             }
         }

@@ -463,9 +463,11 @@ impl KeyHold {
         is_released
     }
 
-    /// Takes in that the upstream accepted a request of another class, sent at `sent`.
-    pub(in crate::limiter) fn accepts_others(&mut self, sent: Instant) {
-        if let Some(details) = &mut self.details {
+    /// Takes in that the upstream accepted a request of another class, sent at `sent`. During a hold that says nothing.
+    pub(in crate::limiter) fn accepts_others(&mut self, sent: Instant, now: Instant) {
+        if self.left(now).is_none()
+            && let Some(details) = &mut self.details
+        {
             details.refusals.accepted(sent);
         }
     }
