@@ -436,7 +436,7 @@ impl Ledger {
             }
             let life = self.limits.longest_life(slot, open);
             let stamp = slot + life + open.transit_slack;
-            let fits = if open.borrows.is_some() {
+            let fits = if count == 1 || open.borrows.is_some() {
                 1
             } else {
                 let room = self.limits.room(slot, open, advance(&self.rare));
