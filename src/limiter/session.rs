@@ -46,8 +46,6 @@ pub(super) struct KeySession {
     trip: Duration,
     /// Whether an event of the store may have been missed since the last reply.
     doubted: bool,
-    /// From this moment the store may have dropped the key because it was idle.
-    until: Instant,
     /// What was granted lately. Together with `granted_before` it is never less than what was used
     /// in the last window.
     granted: GrantedUnits,
@@ -83,7 +81,6 @@ impl KeySession {
             bounds: TimeBounds::new(sent, now),
             trip: Duration::ZERO,
             doubted: false,
-            until: now,
             granted: GrantedUnits::default(),
             granted_before: GrantedUnits::default(),
         }
@@ -96,7 +93,6 @@ impl KeySession {
         self.reply = StoreSession::of(lease, sent, now);
         self.doubted = false;
         self.trip = self.reply.round_trip().max(self.trip - self.trip / 16);
-        self.until = clock::after(sent, lease.session_ttl);
         self.count_grants(lease, lease.now, window, now);
     }
 
@@ -168,7 +164,7 @@ impl KeySession {
     /// machine slept, the call states no more than which state it was of: releases of a state that is there no more do
     /// not count.
     pub(super) fn client_session(&self, now: Instant) -> ClientSession {
-        let is_of_use = now < self.until && self.incarnation() != 0;
+        let is_of_use = self.incarnation() != 0;
         let session = is_of_use.then(|| self.reply.client_session(now));
         let Some(session) = session.flatten() else {
             return ClientSession {
@@ -209,6 +205,6 @@ impl KeySession {
 
     /// Returns when the session expires.
     pub(super) fn until(&self) -> Instant {
-        self.until
+        self.reply.until
     }
 }

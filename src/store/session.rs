@@ -25,7 +25,7 @@ pub(crate) struct StoreSession {
     /// When the reply was received.
     pub(crate) received: Instant,
     /// Until when the reply is of use. After that, the store may have dropped the state because it was idle.
-    until: Instant,
+    pub(crate) until: Instant,
     /// By how many microseconds the wall clock was ahead of the monotonic clock when the reply was received.
     wall_ahead: i64,
 }
@@ -33,7 +33,7 @@ pub(crate) struct StoreSession {
 impl StoreSession {
     /// Makes the session that begins with a reply: the state's `incarnation` and number of
     /// `writes`, and the store's time `seen`. The call was sent at `sent`, and the reply was
-    /// received at `received`. The store keeps the state at least until `until`.
+    /// received at `received`. It is of use until `until`.
     pub(crate) fn new(
         incarnation: u64,
         writes: u64,

@@ -21,7 +21,7 @@ pub(in crate::store::redis) fn read_unsure(reply: &[u8]) -> Option<u64> {
     (status == UNSURE).then_some(server_time)
 }
 
-/// Reads the reply to [`lease`](super::lease). The transit slack of the call was `slack`.
+/// Reads the reply to [`lease`](super::lease).
 pub(in crate::store::redis) fn read_lease(reply: &[u8]) -> Result<Lease, Garbled> {
     let mut reply = ReplyReader(reply);
     reply.format()?;
