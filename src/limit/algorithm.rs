@@ -188,7 +188,7 @@ impl Algorithm {
     pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         match self {
             Algorithm::Window(window) => window.subtract(now, unused.stamp, unused.units),
-            Algorithm::Bucket(bucket) => bucket.subtract(unused),
+            Algorithm::Bucket(bucket) => bucket.subtract(now, unused),
             Algorithm::Fixed(fixed) => fixed.subtract(unused.slot, unused.units),
         }
     }

@@ -69,6 +69,9 @@ use super::{Micros, UnusedPermits};
 ///
 /// A new young group begins behind the newest stamp. So a stamp states the group of a permit. A permit with
 /// an earlier stamp than permits before it may count as one of the old group.
+///
+/// The last permits that are booked ahead come back in full by their order. Others that are booked ahead stay:
+/// `subtract` says why.
 #[derive(Clone, Debug)]
 pub(super) struct BucketState {
     /// Whether the limit is the pace of a part (`lending.rs`), as the present caller states it.
@@ -345,19 +348,16 @@ impl BucketState {
         self.delayed.clear();
     }
 
-    /// Takes back units of permits that were not used: in full, if no later permit depends on them, or if
-    /// they are of the young group. Those of the old group are taken back as far as the young one allows.
-    pub(super) fn subtract(&mut self, unused: UnusedPermits) {
+    /// Takes back units of permits that were not used: in full, if no later permit depends on them. Of others, only if
+    /// their slot has come: those of the young group in full, and those of the old group as far as the young one
+    /// allows.
+    pub(super) fn subtract(&mut self, now: Micros, unused: UnusedPermits) {
         let mut units = u128::from(unused.units) * self.unit;
-        let is_young = unused.stamp >= self.young_from;
-        // Another permit may have had the same slot.
-        let may_be_last = is_young || self.young == 0;
-        if may_be_last && self.is_last_queued(unused.slot) {
+        if self.is_last_queued(unused.slot) {
             self.take_last(self.full_at.saturating_sub(units), units);
             return;
         }
         while units > 0
-            && may_be_last
             && let Some(permit) = self.delayed.back_mut()
             && (permit.slot, permit.after) == (unused.slot, self.full_at)
         {
@@ -373,10 +373,12 @@ impl BucketState {
             }
             self.take_last(full_at, taken);
         }
-        if units == 0 || unused.stamp < self.old_from {
+        // After a refusal by the upstream, a whole queue comes back. If its units came back out of order, a full bucket
+        // would allow a burst, although other clients have emptied that of the upstream.
+        if units == 0 || unused.slot > now || unused.stamp < self.old_from {
             return;
         }
-        if is_young {
+        if unused.stamp >= self.young_from {
             units = units.min(self.young);
             self.young -= units;
         } else {
@@ -528,6 +530,10 @@ mod tests {
                 Op::Wait(span) => now += span,
                 Op::Permit { delay, life, units } => {
                     let slot = bucket.first_slot(now, units, PermitTime::MOMENT, &[]) + delay;
+                    // The bucket takes permits with one slot ahead for each other.
+                    if slot > now && permits.iter().any(|permit| permit.slot == slot) {
+                        continue;
+                    }
                     let (stamp, is_forgotten) = (slot + life, false);
                     bucket.insert(slot, stamp, units, slot > now);
                     permits.push(Granted {
@@ -544,12 +550,15 @@ mod tests {
                     let (slot, stamp) = (permit.slot, permit.stamp);
                     let units = (permit.units * percent).div_ceil(100);
                     permit.units -= units;
-                    bucket.subtract(UnusedPermits {
-                        slot,
-                        stamp,
-                        units,
-                        incarnation: 0,
-                    });
+                    bucket.subtract(
+                        now,
+                        UnusedPermits {
+                            slot,
+                            stamp,
+                            units,
+                            incarnation: 0,
+                        },
+                    );
                 }
                 Op::Charge { ago, units } => {
                     let empty = bucket.ticks_at(now) + bucket.capacity * bucket.unit;

@@ -207,17 +207,15 @@ local function bucket_rule()
       if at < limit.newest then limit.newest = at end
     end
 
-    -- Takes back units of permits that were not used: in full, if no later permit depends on them, or if
-    -- they are of the young group. Those of the old group are taken back as far as the young one allows.
+    -- Takes back units of permits that were not used: in full, if no later permit depends on them. Of others, only
+    -- if their slot has come: those of the young group in full, and those of the old group as far as the young
+    -- one allows.
     function rule.subtract(limit, slot, stamp, units)
-      local is_young = stamp >= limit.young_from
-      -- Another permit may have had the same slot.
-      local may_be_last = is_young or limit.young == 0
-      if may_be_last and is_last_queued(limit, slot) then
+      if is_last_queued(limit, slot) then
         local at, early = moved_back(limit, limit.full_at, limit.early, units * limit.unit)
         return take_last(limit, at, early, units)
       end
-      local delayed = may_be_last and delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
+      local delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
       while delayed and units > 0 do
         local taken = units < delayed.units and units or delayed.units
         units, delayed.units = units - taken, delayed.units - taken
@@ -232,9 +230,9 @@ local function bucket_rule()
         limit.dirty = true
         delayed = delayed_to(limit, limit.n, slot, limit.full_at, limit.early)
       end
-      if units == 0 or stamp < limit.old_from then return end
+      if units == 0 or slot > state.now or stamp < limit.old_from then return end
       local back
-      if is_young then
+      if stamp >= limit.young_from then
         units = math.min(units, limit.young)
         limit.young, back = limit.young - units, units * limit.unit
       else
