@@ -242,12 +242,12 @@ fn killed_with_advance_bookings() -> anyhow::Result<()> {
 }
 
 /// Returns whether a state in Redis has the record of advance bookings, which has kind 5. The second byte of a state is
-/// the number of its records. They follow a head of 65 bytes, and have 89 bytes each.
+/// the number of its records. They follow a head of 65 bytes, and have 88 bytes each.
 fn has_advance_bookings(redis: &RedisServer) -> bool {
     let names: Vec<String> = redis.command(&["KEYS", "tollgate:*"]);
     names.iter().any(|name| {
         let state: Vec<u8> = redis.command(&["GET", name]);
         let records = state.get(1).copied().unwrap_or_default();
-        (0..usize::from(records)).any(|record| state.get(65 + 89 * record) == Some(&5))
+        (0..usize::from(records)).any(|record| state.get(65 + 88 * record) == Some(&5))
     })
 }
