@@ -245,11 +245,7 @@ local function cold_advance()
       local slot, last_slot, stamp, count = remove(1)
       for i = 1, #state do
         local limit = state[i]
-        if limit.kind == FIXED then
-          limit.rule.insert_due(limit, slot, last_slot, stamp, count)
-        else
-          limit.rule.insert(limit, slot, stamp, count)
-        end
+        limit.rule.insert(limit, slot, stamp, count, last_slot)
         -- The stamp may have left the window as well.
         limit.rule.advance(limit)
       end

@@ -145,22 +145,16 @@ local function fixed_rule()
     return room > 0 and room or 0
   end
 
-  -- Counts units at `slot`.
-  local function insert(limit, slot, stamp, units)
-    if stamp > limit.last_stamp then limit.last_stamp = stamp end
-    add(limit, number_of(limit, slot), units)
-  end
-
   -- Returns the numbers of the first and of the last window in which joined bookings count.
   local function windows_of(limit, slot, last_slot)
     local first, last = number_of(limit, slot), number_of(limit, last_slot)
     return first, last < first + MOST_JOINED_WINDOWS and last or first + MOST_JOINED_WINDOWS
   end
 
-  -- Counts units of joined bookings.
-  local function insert_due(limit, slot, last_slot, stamp, units)
+  -- Counts units at `slot`, or those of joined bookings with slots up to `last_slot`.
+  local function insert(limit, slot, stamp, units, last_slot)
     if stamp > limit.last_stamp then limit.last_stamp = stamp end
-    local first, last = windows_of(limit, slot, last_slot)
+    local first, last = windows_of(limit, slot, last_slot or slot)
     for number = first, last do
       add(limit, number, units)
     end
@@ -228,7 +222,7 @@ local function fixed_rule()
     entry = WINDOW_USE, size = WINDOW_USE_SIZE, fields = { 'number', 'units' },
     read = read, record = record, advance = advance, first_slot = first_slot, room = room, insert = insert,
     fresh_from = fresh_from, charge = charge, subtract = subtract, used = used, new = new, align = align,
-    number_of = number_of, longest_life = longest_life, windows_of = windows_of, insert_due = insert_due,
+    number_of = number_of, longest_life = longest_life, windows_of = windows_of,
     longest_join = longest_join, cold = 0,
   }
 

@@ -20,7 +20,8 @@ local MOST_ROUNDS = 1000
 --   first_slot(from, cost, life, reserved), room(slot, length)
 --                                the first slot of a permit; how many units may leave at a slot, with
 --                                stamps that are `length` later
---   insert(slot, stamp, units)   counts the units of a permit
+--   insert(slot, stamp, units, last_slot)
+--                                counts the units of a permit, or of joined bookings
 --   fresh_from                   when all use is forgotten, besides advance bookings
 --   cold()                       returns a table with the functions that few calls need:
 --     charge, subtract             units that were used without a permit; units that were not used
@@ -36,8 +37,7 @@ local MOST_ROUNDS = 1000
 --   align                        fixed window: its boundaries
 --   number_of                    fixed window: the number of a window
 --   longest_life                 fixed window: of a permit at a slot
---   windows_of, insert_due, longest_join
---                                fixed window: joined bookings
+--   windows_of, longest_join     fixed window: joined bookings
 --   after, first_with, held, latest_full_before, most_between
 --                                bucket: permits that are replayed
 -- If there are advance bookings, `cold_advance` replaces first_slot and room of windows and buckets.
@@ -387,10 +387,8 @@ local function cold()
         state.now = used.last_slot
         if kind == BUCKET and is_past then
           rule.cold().charge(limit, used.last_slot, used.stamp, used.units)
-        elseif kind == FIXED then
-          rule.insert_due(limit, used.slot, used.last_slot, used.stamp, used.units)
         else
-          rule.insert(limit, used.slot, used.stamp, used.units)
+          rule.insert(limit, used.slot, used.stamp, used.units, used.last_slot)
         end
       end
       state.now = now
