@@ -78,7 +78,7 @@ impl WaitBound {
             .unwrap_or_else(|| self.cap(clock::after(now, ANSWER)))
     }
 
-    /// Returns when the request wakes because it waits no longer for what has no known moment, if that is ahead.
+    /// Returns until when the request waits for what has no known moment, if it does now.
     pub(crate) fn patience_ends(&self, now: Instant) -> Option<Instant> {
         Some(self.patient_until).filter(|until| *until > now)
     }

@@ -62,7 +62,7 @@ impl KeyCase<'_> {
         }
         if let Some(limit) = self.used_up_in_flight(usage) {
             let in_flight = Because::InFlight(limit);
-            if self.bound.patient_until <= self.now {
+            if self.bound.patience_ends(self.now).is_none() {
                 return Ok(self.late(None, in_flight));
             }
             let because = blocked.map_or(in_flight, |(_, blocks)| blocks);
@@ -136,10 +136,12 @@ impl KeyCase<'_> {
             return None;
         }
         let is_probe = matches!(blocks, Because::Probing);
-        Some(match is_probe && self.bound.patient_until > self.now {
-            true => waits(None, blocks),
-            false => self.late(wait, because),
-        })
+        Some(
+            match is_probe && self.bound.patience_ends(self.now).is_some() {
+                true => waits(None, blocks),
+                false => self.late(wait, because),
+            },
+        )
     }
 
     /// Returns the limit of calls in flight, if it is used up.

@@ -97,7 +97,7 @@ impl KeyState {
         ctx: &KeyContext<'_>,
     ) -> Option<NoSlot> {
         let is_held = self.hold.left(ctx.now).is_some();
-        if is_held || bound.patient_until > ctx.now {
+        if is_held || bound.patience_ends(ctx.now).is_some() {
             return None;
         }
         let left = self.hold.would_block_for(ctx.max_hold, ctx.now)?;

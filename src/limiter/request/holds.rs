@@ -187,8 +187,7 @@ impl Request {
         let left = core.stated_hold(held.key, now).unwrap_or(held.left);
         let refusal = Refusal::new(Some(left), None);
         if core.held(held.key, now).is_none() {
-            let latest = bound.patient_until;
-            if now < latest {
+            if let Some(latest) = bound.patience_ends(now) {
                 held.end = latest;
                 return Ok(());
             }

@@ -170,7 +170,7 @@ impl Request {
     ) -> Result<Option<Slots>, Stopped> {
         let LinePlace { bound, .. } = self.place;
         let is_refused = matches!(ended, Err(NoSlot::TooLate(_)));
-        if let Some(slots) = slots.take_if(|_| is_refused && bound.patient_until > now) {
+        if let Some(slots) = slots.take_if(|_| is_refused && bound.patience_ends(now).is_some()) {
             self.turns += 1;
             self.line.give_back_to_stores(slots);
             return Ok(None);
