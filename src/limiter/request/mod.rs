@@ -369,12 +369,10 @@ impl Request {
         let Part { core, key, .. } = &self.line.parts()[stopped.part];
         let cost = &mut self.place.costs[stopped.part];
         let is_never = matches!(stopped.no_slot, NoSlot::TooLate(Refusal { wait: None, .. }));
-        let may_lower = is_never && core.settings.waits_above_limit;
-        let largest = core.largest_cost(*key);
-        if !may_lower || largest >= *cost {
-            return Poll::Ready(Err(stopped));
+        match stopped::awaited_cost(core, *key, *cost) {
+            Ok(awaited) if is_never && awaited < *cost => *cost = awaited,
+            _ => return Poll::Ready(Err(stopped)),
         }
-        *cost = largest;
         self.awaits_whole_limit = true;
         self.again(None, now);
         Poll::Pending
