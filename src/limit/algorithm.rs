@@ -1,6 +1,6 @@
 //! The algorithm of one limit, of any kind. It keeps what was used of the limit.
 //!
-//! Twin: `rule_of` in `store/redis/lua/ledger.lua`, and the table of functions at the end of
+//! Twin: `rule_of` and `earlier_use` in `store/redis/lua/ledger.lua`, and the table `rule` in
 //! `window.lua`, `bucket.lua` and `fixed.lua`. After a change: `cargo test --all-features --lib
 //! differential`
 
@@ -111,7 +111,7 @@ impl Algorithm {
         }
     }
 
-    /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
+    /// Returns how many units may leave at `slot`, which is now, or not before the first slot of one unit.
     pub(super) fn room(
         &mut self,
         slot: Micros,

@@ -547,22 +547,13 @@ mod tests {
                     let Some(permit) = permits.iter_mut().rev().nth(permit) else {
                         continue;
                     };
-                    let (slot, stamp) = (permit.slot, permit.stamp);
                     let units = (permit.units * percent).div_ceil(100);
                     permit.units -= units;
-                    bucket.subtract(
-                        now,
-                        UnusedPermits {
-                            slot,
-                            stamp,
-                            units,
-                            incarnation: 0,
-                        },
-                    );
+                    let unused = UnusedPermits::new(permit.slot, permit.stamp, units, 0);
+                    bucket.subtract(now, unused);
                 }
                 Op::Charge { ago, units } => {
-                    let empty = bucket.ticks_at(now) + bucket.capacity * bucket.unit;
-                    let empty = empty.max(bucket.full_at);
+                    let empty = bucket.empty_at(now).max(bucket.full_at);
                     bucket.charge(now, now - ago, units.min(CAPACITY));
                     if bucket.full_at >= empty {
                         permits

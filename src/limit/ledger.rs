@@ -434,8 +434,8 @@ impl Ledger {
                 let slot = self.or_returned(slot, from, cost, open);
                 return Err(TooLate { slot, limit });
             }
-            let life = self.limits.longest_life(slot, open);
-            let stamp = slot + life + open.transit_slack;
+            let booking = self.booking(slot, open);
+            let stamp = booking.stamp;
             let fits = if count == 1 || open.borrows.is_some() {
                 1
             } else {
@@ -457,13 +457,22 @@ impl Ledger {
             reached = slot;
             count -= fits;
             granted(Booking {
-                slot,
-                life,
-                stamp,
                 count: fits,
+                ..booking
             });
         }
         Ok(())
+    }
+
+    /// Makes the booking of a permit at a slot.
+    fn booking(&self, slot: Micros, open: PermitTime) -> Booking {
+        let life = self.limits.longest_life(slot, open);
+        Booking {
+            slot,
+            life,
+            stamp: slot + life + open.transit_slack,
+            count: 1,
+        }
     }
 
     /// Returns whether a permit with this slot becomes an advance booking. `from` is the first
@@ -495,15 +504,10 @@ impl Ledger {
         if slot > self.now {
             return None;
         }
-        let life = self.limits.longest_life(slot, open);
-        let stamp = slot + life + open.transit_slack;
-        self.limits.insert(self.now, slot, stamp, u64::from(count));
-        Some(Booking {
-            slot,
-            life,
-            stamp,
-            count,
-        })
+        let booking = self.booking(slot, open);
+        self.limits
+            .insert(self.now, slot, booking.stamp, u64::from(count));
+        Some(Booking { count, ..booking })
     }
 
     /// Counts units that were used without a permit `charge.age` ago or earlier, in every limit,

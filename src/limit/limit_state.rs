@@ -95,7 +95,7 @@ impl LimitState {
         self.first_slot(from, cost, open, advance)
     }
 
-    /// Returns how many units may leave at `slot`, which is not before the first slot of one unit.
+    /// Returns how many units may leave at `slot`, which is now, or not before the first slot of one unit.
     pub(super) fn room(
         &mut self,
         slot: Micros,

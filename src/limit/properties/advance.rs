@@ -201,12 +201,12 @@ impl History {
                 given.left -= count;
                 let &mut Granted { booking, cost, .. } = given;
                 self.ledger.advance(&self.spec, self.now);
-                self.ledger.take_back(UnusedPermits {
-                    slot: booking.slot,
-                    stamp: booking.stamp,
-                    units: u64::from(count) * u64::from(cost),
-                    incarnation: 0,
-                });
+                self.ledger.take_back(UnusedPermits::new(
+                    booking.slot,
+                    booking.stamp,
+                    u64::from(count) * u64::from(cost),
+                    0,
+                ));
             }
             Step::Hold(span) => {
                 self.ledger.advance(&self.spec, self.now);
@@ -328,12 +328,7 @@ proptest! {
             let earliest = with.now + earliest * with.unit + 10 * TOLERANCE;
             let order = Order { cost: 1, count: 1, earliest, latest: Micros::MAX, life: 10_000, borrows: false };
             for booking in with.book(order).0 {
-                let back = UnusedPermits {
-                    slot: booking.slot,
-                    stamp: booking.stamp,
-                    units: 1,
-                    incarnation: 0,
-                };
+                let back = UnusedPermits::new(booking.slot, booking.stamp, 1, 0);
                 with.ledger.take_back(back);
             }
         }

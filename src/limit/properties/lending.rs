@@ -411,12 +411,12 @@ fn a_part_lends_what_settled_requests_left() {
         }
         let order = order(estimate, 1, now, part.life);
         let _ = part.ledger.book(&part.spec, order, |grant| {
-            used.push_back(UnusedPermits {
-                slot: grant.slot,
-                stamp: grant.stamp,
-                units: u64::from(estimate - cost),
-                incarnation: 0,
-            });
+            used.push_back(UnusedPermits::new(
+                grant.slot,
+                grant.stamp,
+                u64::from(estimate - cost),
+                0,
+            ));
         });
     }
     now += 400_000;

@@ -282,12 +282,8 @@ impl World {
             self.arrivals.push((at + way, u64::from(cost)));
         }
         let units = u64::from(unused) * u64::from(cost);
-        self.unused.push(UnusedPermits {
-            slot: grant.slot,
-            stamp: grant.stamp,
-            units,
-            incarnation: 0,
-        });
+        self.unused
+            .push(UnusedPermits::new(grant.slot, grant.stamp, units, 0));
     }
 
     fn apply(&mut self, op: &Op) {
@@ -452,7 +448,7 @@ proptest! {
             .iter()
             .filter(|grant| grant.slot > world.now)
             .flat_map(|grant| {
-                std::iter::repeat_n(UnusedPermits { slot: grant.slot, stamp: grant.stamp, units: 1, incarnation: 0 }, grant.count as usize)
+                std::iter::repeat_n(UnusedPermits::new(grant.slot, grant.stamp, 1, 0), grant.count as usize)
             })
             .collect();
         prop_assume!(ahead.len() >= cancelled as usize);
@@ -658,12 +654,7 @@ fn a_returned_slot_lives_no_longer_than_asked() {
 }
 
 fn give_back(ledger: &mut Ledger, grant: Booking) -> UnusedPermits {
-    let unused = UnusedPermits {
-        slot: grant.slot,
-        stamp: grant.stamp,
-        units: u64::from(grant.count),
-        incarnation: 0,
-    };
+    let unused = UnusedPermits::new(grant.slot, grant.stamp, u64::from(grant.count), 0);
     ledger.take_back(unused);
     unused
 }
@@ -689,12 +680,9 @@ fn granted_under_saturation(
         }
         // Waiters book ahead; each request leaves at its slot.
         if cancel.is_some_and(|every| number % every == 0) && grant.slot > world.now {
-            world.ledger.take_back(UnusedPermits {
-                slot: grant.slot,
-                stamp: grant.stamp,
-                units: 1,
-                incarnation: 0,
-            });
+            world
+                .ledger
+                .take_back(UnusedPermits::new(grant.slot, grant.stamp, 1, 0));
             continue;
         }
         world.now = world.now.max(grant.slot.saturating_sub(1_000_000));
@@ -808,12 +796,7 @@ fn waiters_that_give_up_leave_slots_to_the_next() {
             .iter()
             .filter(|grant| grant.slot > START)
             .flat_map(|grant| {
-                let one = UnusedPermits {
-                    slot: grant.slot,
-                    stamp: grant.stamp,
-                    units: 1,
-                    incarnation: 0,
-                };
+                let one = UnusedPermits::new(grant.slot, grant.stamp, 1, 0);
                 std::iter::repeat_n(one, grant.count as usize)
             })
             .collect();
@@ -1012,12 +995,7 @@ fn a_late_return_fills_no_bucket_that_begins_empty() {
     let now = START + 50_000;
     let bucket = terms(Quota::bucket(10).refill(100, hour));
     ledger.advance(&bucket, now);
-    ledger.take_back(UnusedPermits {
-        slot: START,
-        stamp,
-        units: 20,
-        incarnation: 0,
-    });
+    ledger.take_back(UnusedPermits::new(START, stamp, 20, 0));
     let late = ledger.book(&bucket, order(1, 1, now, 10_000), |grant| {
         panic!("80 units are used: {grant:?}")
     });
@@ -1108,12 +1086,7 @@ fn a_set_bucket_owes_nothing_for_a_queue() {
     let mut queue = Vec::new();
     ledger
         .book(&own, order(1, 400, START + 600_000_000, 10_000), |grant| {
-            let unused = UnusedPermits {
-                slot: grant.slot,
-                stamp: grant.stamp,
-                units: 1,
-                incarnation: 0,
-            };
+            let unused = UnusedPermits::new(grant.slot, grant.stamp, 1, 0);
             queue.extend((0..grant.count).map(|_| unused));
         })
         .unwrap();

@@ -38,12 +38,9 @@ fn used_in(
             let units = request.cost.abs_diff(u64::from(ESTIMATE));
             if request.cost < u64::from(ESTIMATE) {
                 let (slot, stamp) = (request.slot, request.stamp);
-                world.ledger.take_back(UnusedPermits {
-                    slot,
-                    stamp,
-                    units,
-                    incarnation: 0,
-                });
+                world
+                    .ledger
+                    .take_back(UnusedPermits::new(slot, stamp, units, 0));
             } else if units > 0 {
                 // The upstream accepted more than the ledger knew, so its bucket may be over.
                 is_over = true;

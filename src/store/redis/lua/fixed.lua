@@ -50,11 +50,16 @@ local function fixed_rule()
     return #list + 1, nil
   end
 
-  -- Returns the units used in window `number`, or booked there in advance.
+  -- Returns the units used in window `number`.
   local function units_in(limit, number)
     local _, use = find_use(limit, number)
+    return use and use.units or 0
+  end
+
+  -- The same, with those that are booked there in advance.
+  local function units_with(limit, number)
     local booked = state.cold_advance and state.cold_advance.booked_in(limit, number) or 0
-    return use and use.units + booked or booked
+    return units_in(limit, number) + booked
   end
 
   -- Adds units to a window.
@@ -131,7 +136,7 @@ local function fixed_rule()
     while true do
       local start = number * limit.window - limit.phase + guard
       local slot = from > start and from or start
-      if slot <= start + open and units_in(limit, number) + cost <= most then return slot end
+      if slot <= start + open and units_with(limit, number) + cost <= most then return slot end
       if start >= NEVER then return NEVER end
       number = number + 1
     end
@@ -141,7 +146,7 @@ local function fixed_rule()
   local function room(limit, slot)
     local number = number_of(limit, slot)
     if number < limit.open_from then return 0 end
-    local room = limit.count - units_in(limit, number)
+    local room = limit.count - units_with(limit, number)
     return room > 0 and room or 0
   end
 
@@ -196,8 +201,7 @@ local function fixed_rule()
 
   -- Returns the units used in the current window.
   local function used(limit)
-    local _, use = find_use(limit, number_of(limit, state.now))
-    return use and use.units or 0
+    return units_in(limit, number_of(limit, state.now))
   end
 
   -- Makes windows without units.

@@ -169,7 +169,7 @@ local function window_rule()
     return last > from and last or from
   end
 
-  -- Returns how many units may leave at `slot`, which is not before the first slot of one unit.
+  -- Returns how many units may leave at `slot`, which is now, or not before the first slot of one unit.
   local function room(limit, slot)
     local used, gone = limit.total, slot - limit.window
     -- Mostly no chunk has left.
