@@ -867,12 +867,17 @@ impl Store for Forgetful {
     }
 }
 
+/// A process that has half of the quota without the store.
+fn with_half_alone(quota: Quota, store: &Arc<Forgetful>) -> Limiter {
+    let builder = RateLimitLayer::builder(quota).store(store.clone());
+    let builder = builder.on_store_error(OnStoreError::FallbackShare);
+    builder.fallback_share(0.5).build().unwrap().limiter()
+}
+
 /// Ten units are granted by the store, and five are used without it. Then the store is back without its state.
 async fn back_without_state(key_rests: bool) -> u64 {
     let store = Forgetful::new(Duration::from_secs(3600));
-    let builder = RateLimitLayer::builder(Quota::per_hour(1000)).store(store.clone());
-    let builder = builder.on_store_error(OnStoreError::FallbackShare);
-    let limiter = builder.fallback_share(0.5).build().unwrap().limiter();
+    let limiter = with_half_alone(Quota::per_hour(1000), &store);
     for _ in 0..10 {
         drop(limiter.acquire(Key::ALL).await.unwrap());
     }
@@ -901,9 +906,7 @@ async fn units_count_once_in_a_store_that_lost_its_state() {
 /// The store forgets a key when all its units have left their windows.
 async fn back_after_key_expired(key_rests: bool) -> u32 {
     let store = Forgetful::new(ms(2000));
-    let builder = RateLimitLayer::builder(Quota::per_second(50)).store(store.clone());
-    let builder = builder.on_store_error(OnStoreError::FallbackShare);
-    let limiter = builder.fallback_share(0.5).build().unwrap().limiter();
+    let limiter = with_half_alone(Quota::per_second(50), &store);
     drop(limiter.acquire(Key::ALL).await.unwrap());
     store.set_away(true);
     drop(limiter.acquire(Key::ALL).await.unwrap());

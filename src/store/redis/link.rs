@@ -219,9 +219,9 @@ impl Link {
             Ok(Some(Ok(Err(error)))) => Err(self.away(error)),
             Ok(Some(Err(panicked))) => Err(self.away(panicked)),
             Ok(None) | Err(_) => {
-                let soon = self.links.store_timeout;
+                let store_timeout = self.links.store_timeout;
                 Err(self.away(format!(
-                    "no connection within {LONGEST_CONNECTING:?} that replies within {soon:?}"
+                    "no connection within {LONGEST_CONNECTING:?} that replies within {store_timeout:?}"
                 )))
             }
         }

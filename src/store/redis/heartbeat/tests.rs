@@ -72,15 +72,21 @@ fn backend(silent: usize) -> (Backend, Arc<Mutex<Vec<Instant>>>) {
     (Backend::new(server, timeout, "test:", tally), received)
 }
 
+/// Makes the claims of a process over such a backend, a claim, and these moments.
+fn claims(silent: usize) -> (Claims, Claim, Arc<Mutex<Vec<Instant>>>) {
+    let (backend, received) = backend(silent);
+    tokio::spawn(backend.clone().keep());
+    let script = Arc::new(Script::new(CallKind::InFlight));
+    let claims = Claims::new(backend, script, 1);
+    let mut claim = Claim::new(Key::ALL, 5, 1);
+    (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
+    (claims, claim, received)
+}
+
 /// The first claim may arrive after the one that leaves. It would take a slot for its whole time to live.
 #[tokio::test(start_paused = true)]
 async fn holders_leave_again_after_a_failed_claim() {
-    let (backend, received) = backend(1);
-    tokio::spawn(backend.clone().keep());
-    let script = Arc::new(Script::new(CallKind::InFlight));
-    let mut claims = Claims::new(backend, script, 1);
-    let mut claim = Claim::new(Key::ALL, 5, 1);
-    (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
+    let (mut claims, mut claim, received) = claims(1);
     claims.claim("key".into(), claim, Arc::new(Unconcerned));
     (claim.number, claim.in_use) = (2, 0);
     claims.claim("key".into(), claim, Arc::new(Unconcerned));
@@ -116,12 +122,7 @@ impl StoreListener for CountsExpired {
 /// Redis has given the slot to another process meanwhile, so the call has to end.
 #[tokio::test(start_paused = true)]
 async fn claims_expire_while_the_machine_sleeps() {
-    let (backend, _received) = backend(0);
-    tokio::spawn(backend.clone().keep());
-    let script = Arc::new(Script::new(CallKind::InFlight));
-    let mut claims = Claims::new(backend, script, 1);
-    let mut claim = Claim::new(Key::ALL, 5, 1);
-    (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
+    let (mut claims, claim, _received) = claims(0);
     let listener = Arc::new(CountsExpired(AtomicUsize::new(0)));
     // A sleep before the claim does not count.
     pretended::sleep(Duration::from_secs(60));
@@ -139,12 +140,7 @@ async fn claims_expire_while_the_machine_sleeps() {
 /// has to show that.
 #[tokio::test(start_paused = true)]
 async fn new_holders_know_what_present_holders_know() {
-    let (backend, _received) = backend(0);
-    tokio::spawn(backend.clone().keep());
-    let script = Arc::new(Script::new(CallKind::InFlight));
-    let mut claims = Claims::new(backend, script, 1);
-    let mut claim = Claim::new(Key::ALL, 5, 1);
-    (claim.limit, claim.in_use, claim.ttl) = (1, 1, Duration::from_secs(10));
+    let (mut claims, mut claim, _received) = claims(0);
     claims.claim("key".into(), claim, Arc::new(Unconcerned));
     let (id, reply) = claims.next_reply().await.unwrap();
     claims.on_reply(id, reply);
