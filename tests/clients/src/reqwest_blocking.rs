@@ -8,7 +8,7 @@ use reqwest::header::HeaderMap;
 use reqwest::{StatusCode, redirect, retry};
 use tollgate::error::BoxError;
 use tollgate::signal::ResponseInfo;
-use tollgate::{Error, Key, Limiter, Permit, Signal};
+use tollgate::{Error, Key, Limiter, Permit, Reason, Signal};
 
 /// Returns a client for [`send`]. An attempt may take `timeout`, its wait for a permit not included.
 pub fn client(timeout: Duration) -> reqwest::Result<Client> {
@@ -34,7 +34,11 @@ pub fn send(
             .try_clone()
             .ok_or("its body can be sent only once")?;
         let permit = limiter.acquire(*key).blocking();
-        let sent = permit.and_then(Permit::begin).map_err(Error::from)?;
+        let sent = match permit.and_then(Permit::begin) {
+            // The thread stood still until the permit had expired.
+            Err(limited) if limited.reason() == Some(Reason::Expired) => continue,
+            sent => sent.map_err(Error::from)?,
+        };
         let response = client.execute(request)?;
         match sent.answered(&Signal::read(&Head(&response))) {
             Some(_) if attempt < attempts => attempt += 1,

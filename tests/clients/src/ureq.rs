@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use tollgate::error::BoxError;
-use tollgate::{Error, Key, Limiter, Permit, Signal};
+use tollgate::{Error, Key, Limiter, Permit, Reason, Signal};
 use ureq::http::{Request, Response};
 use ureq::{Agent, AsSendBody, Body};
 
@@ -30,7 +30,11 @@ pub fn send<B: AsSendBody + Clone>(
     let mut attempt = 1;
     loop {
         let permit = limiter.acquire(*key).blocking();
-        let sent = permit.and_then(Permit::begin).map_err(Error::from)?;
+        let sent = match permit.and_then(Permit::begin) {
+            // The thread stood still until the permit had expired.
+            Err(limited) if limited.reason() == Some(Reason::Expired) => continue,
+            sent => sent.map_err(Error::from)?,
+        };
         let response = agent.run(request.clone())?;
         match sent.answered(&Signal::read(&response)) {
             Some(_) if attempt < attempts => attempt += 1,
